@@ -1,0 +1,162 @@
+"""Every check of a caller's arguments, and their normal form. The one place that knows which shapes mean what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import InputError
+from .segments import Segments
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_FLAGS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATS)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the caller's tokens lie: `shape` as given, S `segments`, each `length` long or at `boundaries`."""
+
+    op: str
+    shape: torch.Size
+    device: torch.device
+    segments: int
+    length: int | None
+    boundaries: Segments | None
+    like: str
+
+
+def check_option(op: str, name: str, value: object, allowed: Sequence[str]) -> None:
+    """Raise unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise InputError(f"{op}: {name} must be one of {list(allowed)}, got {value!r}; choose one of these")
+
+
+def check_dtype(op: str, dtype: torch.dtype | None) -> None:
+    """Raise unless outputs can have `dtype`."""
+    if dtype is not None and dtype not in FLOATS:
+        raise InputError(f"{op}: dtype must be one of {[str(d) for d in FLOATS]} or None, got {dtype!r}; leave it out for the inputs' dtype")
+
+
+def resolve_layout(op: str, like: str, tensor: object, segments: Segments | None) -> Layout:
+    """The layout that the first input and `segments` describe."""
+    first = check_floats(op, like, tensor)
+    if segments is not None and not isinstance(segments, Segments):
+        raise InputError(
+            f"{op}: segments must be a Segments, got {type(segments).__name__}; build one with Segments.from_cu_seqlens, "
+            "from_lengths, from_position_ids or from_segment_ids"
+        )
+    if first.dim() not in (1, 2):
+        raise InputError(f"{op}: {like} must be [B, T] or packed [N], got shape {list(first.shape)}; drop or merge the other dimensions")
+    if segments is not None:
+        if segments.total is not None and segments.total != first.numel():
+            raise InputError(
+                f"{op}: segments must cover the {first.numel()} tokens of {like}, got {segments.total} tokens; "
+                "cu_seqlens must end at N and lengths must add up to N"
+            )
+        return Layout(op, first.shape, first.device, segments.count, None, segments, like)
+    rows, length = (1, first.shape[0]) if first.dim() == 1 else (first.shape[0], first.shape[1])
+    return Layout(op, first.shape, first.device, rows, length, None, like)
+
+
+def check_floats(op: str, name: str, tensor: object) -> Tensor:
+    """Raise unless `tensor` is a floating-point tensor."""
+    if not isinstance(tensor, Tensor):
+        raise InputError(f"{op}: {name} must be a torch.Tensor, got {type(tensor).__name__}; convert it with torch.as_tensor")
+    if tensor.dtype not in FLOATS:
+        raise InputError(f"{op}: {name} must be float32, float64, bfloat16 or float16, got {tensor.dtype}; convert it with .float()")
+    return tensor
+
+
+def per_token(layout: Layout, name: str, tensor: object) -> Tensor:
+    """A floating-point tensor with the layout's shape, flat and contiguous."""
+    checked = check_floats(layout.op, name, tensor)
+    if checked.shape != layout.shape:
+        raise InputError(
+            f"{layout.op}: {name} must have shape {list(layout.shape)} to match {layout.like}, got {list(checked.shape)}; "
+            + _shape_remedy(layout, checked)
+        )
+    _check_device(layout, name, checked)
+    return _flat(checked)
+
+
+def per_token_or_segment(layout: Layout, name: str, tensor: Tensor) -> Tensor:
+    """[N] for the layout's full shape, [S, 1] for one entry per segment (which wins where S = N)."""
+    _check_device(layout, name, tensor)
+    if tensor.shape == (layout.segments,):
+        return tensor.detach().contiguous().reshape(-1, 1)
+    if tensor.shape == layout.shape:
+        return _flat(tensor)
+    raise InputError(
+        f"{layout.op}: {name} must have shape [{layout.segments}] (one per segment) or {list(layout.shape)} (one per token), "
+        f"got {list(tensor.shape)}; " + _shape_remedy(layout, tensor)
+    )
+
+
+def resolve_flag(layout: Layout, name: str, flag: object, *, segment_form: bool) -> Tensor | None:
+    """A mask or end flag of any dtype; `segment_form` also takes one entry per segment, for its last token."""
+    if flag is None:
+        return None
+    if not isinstance(flag, Tensor):
+        raise InputError(f"{layout.op}: {name} must be a torch.Tensor, got {type(flag).__name__}; convert it with torch.as_tensor")
+    if flag.dtype not in _FLAGS:
+        raise InputError(f"{layout.op}: {name} must be bool, an integer or a float dtype, got {flag.dtype}; convert it with .bool()")
+    if segment_form:
+        return per_token_or_segment(layout, name, flag)
+    if flag.shape != layout.shape:
+        raise InputError(
+            f"{layout.op}: {name} must have shape {list(layout.shape)} to match {layout.like}, got {list(flag.shape)}; "
+            + _shape_remedy(layout, flag)
+        )
+    _check_device(layout, name, flag)
+    return _flat(flag)
+
+
+def resolve_end(layout: Layout, name: str, end: object, kind: str) -> Tensor | None:
+    """The value after the end (`Estimator.end` says which kind): None, [S, 1] or [N]."""
+    if end is None:
+        return None
+    checked = check_floats(layout.op, name, end)
+    if kind == "none":
+        raise InputError(f"{layout.op}: {name} must be None, got a tensor; this estimator takes the value that follows from its inputs")
+    if kind == "initial" and checked.shape != (layout.segments,):
+        raise InputError(f"{layout.op}: {name} must have shape [{layout.segments}], got {list(checked.shape)}; pass one entry per segment")
+    return per_token_or_segment(layout, name, checked)
+
+
+def resolve_rate(layout: Layout, name: str, rate: object) -> float | Tensor:
+    """A gamma-like parameter: a number in [0, 1], [S, 1] or [N]."""
+    if isinstance(rate, Tensor):
+        checked = check_floats(layout.op, name, rate)
+        return per_token_or_segment(layout, name, checked.expand(layout.segments) if checked.dim() == 0 else checked)
+    if isinstance(rate, bool) or not isinstance(rate, int | float):
+        raise InputError(f"{layout.op}: {name} must be a number or a tensor, got {type(rate).__name__}; pass a float such as 0.99")
+    if not (math.isfinite(rate) and 0.0 <= rate <= 1.0):
+        raise InputError(f"{layout.op}: {name} must lie in [0, 1], got {rate}; pass a discount or trace parameter in that range")
+    return float(rate)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1)
+
+
+def _check_device(layout: Layout, name: str, tensor: Tensor) -> None:
+    if tensor.device != layout.device:
+        raise InputError(
+            f"{layout.op}: {name} must be on {layout.device} like {layout.like}, got {tensor.device}; move it with .to({str(layout.device)!r})"
+        )
+
+
+def _shape_remedy(layout: Layout, tensor: Tensor) -> str:
+    """What most likely went wrong."""
+    shape, got = layout.shape, tensor.shape
+    if len(got) == len(shape) and got[:-1] == shape[:-1] and got[-1] == shape[-1] + 1:
+        return "pass V(s_T) as bootstrap= instead of appending it"
+    if len(got) == len(shape) and got == shape[::-1]:
+        return "transpose it: the layout is [B, T]"
+    if tensor.numel() == shape.numel():
+        return f"reshape it to {list(shape)}"
+    return "pass one entry per token" + ("" if layout.boundaries is None else ", in the order of the pack")

@@ -1,0 +1,183 @@
+"""From a caller's arguments to a backend: resolve, validate, dispatch. Also the one torch.library op through which every call passes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .call import BACKENDS, MASK_MODES, Call, channel_rates
+from .contents import check_contents
+from .errors import BackendError
+from .estimators import Estimator, estimator
+from .segments import Segments
+
+_NOT_GIVEN = -1.0  # no rate is negative; the op's schema has no list of optional floats
+
+
+class Backend(Protocol):
+    """A module of `rlhf_scan.backends`."""
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Why it cannot run tensors of `device` here, with the remedy; None if it can."""
+        ...
+
+    def run(self, call: Call) -> list[Tensor]:
+        """One [N] tensor of ``call.dtype`` per output."""
+        ...
+
+
+def backend_module(name: str) -> Backend:
+    """The module behind a backend's name; BackendError where what it needs is not installed."""
+    try:
+        return cast(Backend, importlib.import_module(f".backends.{name}_backend", __package__))
+    except ImportError as error:
+        raise BackendError(f"backend {name!r} needs {error.name}, which is not installed; install it or choose another backend") from error
+
+
+def choose_backend(name: str, device: torch.device) -> str:
+    """The backend that runs, given what was asked for: "auto" is triton for CUDA tensors, else cpu. Raises BackendError if it cannot."""
+    chosen = name if name != "auto" else ("triton" if device.type == "cuda" else "cpu")
+    reason = backend_module(chosen).why_not(device)
+    if reason is not None:
+        raise BackendError(f"backend {chosen!r} {reason}")
+    return chosen
+
+
+def estimate(
+    name: str,
+    tensors: Mapping[str, Any],
+    rates: Mapping[str, Any],
+    *,
+    segments: Segments | None = None,
+    mask: Tensor | None = None,
+    masked: str = "skip",
+    terminated: Tensor | None = None,
+    truncated: Tensor | None = None,
+    bootstrap: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    validate: str = "shapes",
+    op: str | None = None,
+    end_name: str = "bootstrap",
+) -> tuple[Tensor, ...]:
+    """Run the estimator `name`; every public function and every engine ends here. `op` and `end_name` are what messages call things."""
+    op = op or name
+    entry = estimator(name)
+    checks.check_option(op, "backend", backend, BACKENDS)
+    checks.check_option(op, "masked", masked, MASK_MODES)
+    checks.check_option(op, "validate", validate, ("shapes", "full"))
+    checks.check_dtype(op, dtype)
+    layout = checks.resolve_layout(op, entry.inputs[0], tensors[entry.inputs[0]], segments)
+    inputs = [checks.per_token(layout, key, tensors[key]) for key in entry.inputs]
+    resolved = {key: None if rates[key] is None else checks.resolve_rate(layout, key, rates[key]) for key in entry.rates}
+    call = Call(
+        estimator=entry,
+        inputs=tuple(inputs),
+        rates=channel_rates(entry, list(resolved.values())),
+        segments=layout.segments,
+        length=layout.length,
+        cu_seqlens=None if layout.boundaries is None else layout.boundaries.on(layout.device),
+        mask=checks.resolve_flag(layout, "mask", mask, segment_form=False),
+        masked=masked,
+        terminated=checks.resolve_flag(layout, "terminated", terminated, segment_form=True),
+        truncated=checks.resolve_flag(layout, "truncated", truncated, segment_form=True),
+        bootstrap=checks.resolve_end(layout, end_name, bootstrap, entry.end),
+        dtype=dtype or _output_dtype(inputs),
+    )
+    chosen = choose_backend(backend, layout.device)
+    if validate == "full":
+        check_contents(layout, call, {key: rate for key, rate in resolved.items() if isinstance(rate, Tensor)}, end_name)
+    outputs = _through_op(call, list(resolved.values()), chosen)
+    return tuple(output.reshape(layout.shape) for output in outputs)
+
+
+def _output_dtype(inputs: Sequence[Tensor]) -> torch.dtype:
+    dtype = inputs[0].dtype
+    for tensor in inputs[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+_SCHEMA = (
+    "estimate(str name, Tensor[] inputs, Tensor?[] rate_tensors, float[] rate_numbers, int segments, int? length, Tensor? cu_seqlens, "
+    "Tensor? mask, str masked, Tensor? terminated, Tensor? truncated, Tensor? bootstrap, ScalarType dtype, str backend) -> Tensor[]"
+)
+_library = torch.library.Library("rlhf_scan", "DEF")
+_library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _through_op(call: Call, rates: Sequence[float | Tensor | None], backend: str) -> list[Tensor]:
+    """Run `call` as a torch op, so that torch.compile and torch.export see one opaque node."""
+    return torch.ops.rlhf_scan.estimate(
+        call.estimator.name,
+        list(call.inputs),
+        [rate if isinstance(rate, Tensor) else None for rate in rates],
+        [rate if isinstance(rate, float) else _NOT_GIVEN for rate in rates],
+        call.segments,
+        call.length,
+        call.cu_seqlens,
+        call.mask,
+        call.masked,
+        call.terminated,
+        call.truncated,
+        call.bootstrap,
+        call.dtype,
+        backend,
+    )
+
+
+def _estimate_op(
+    name: str,
+    inputs: list[Tensor],
+    rate_tensors: list[Tensor | None],
+    rate_numbers: list[float],
+    segments: int,
+    length: int | None,
+    cu_seqlens: Tensor | None,
+    mask: Tensor | None,
+    masked: str,
+    terminated: Tensor | None,
+    truncated: Tensor | None,
+    bootstrap: Tensor | None,
+    dtype: torch.dtype,
+    backend: str,
+) -> list[Tensor]:
+    entry: Estimator = estimator(name)
+    if inputs[0].numel() == 0:
+        return _empty_outputs(entry, inputs[0], dtype)
+    rates = [
+        tensor if tensor is not None else (None if number == _NOT_GIVEN else number)
+        for tensor, number in zip(rate_tensors, rate_numbers, strict=True)
+    ]
+    call = Call(
+        estimator=entry,
+        inputs=tuple(inputs),
+        rates=channel_rates(entry, rates),
+        segments=segments,
+        length=length,
+        cu_seqlens=cu_seqlens,
+        mask=mask,
+        masked=masked,
+        terminated=terminated,
+        truncated=truncated,
+        bootstrap=bootstrap,
+        dtype=dtype,
+    )
+    return backend_module(backend).run(call)
+
+
+def _empty_outputs(entry: Estimator, like: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.empty_like(like, dtype=dtype) for _ in entry.outputs]
+
+
+def _estimate_fake(name: str, inputs: list[Tensor], *rest: Any) -> list[Tensor]:
+    return _empty_outputs(estimator(name), inputs[0], rest[-2])
+
+
+_library.impl("estimate", _estimate_op, "CompositeExplicitAutograd")
+torch.library.register_fake("rlhf_scan::estimate", _estimate_fake, lib=_library)

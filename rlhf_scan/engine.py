@@ -1,0 +1,77 @@
+"""Engines: where requests are run. `execute` runs many at once; each gets the bits it would get alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .batching import Batch, batches
+from .dispatch import choose_backend, estimate
+from .estimators import estimator
+from .requests import CreditRequest, CreditResult, estimate_arguments
+from .version import __version__
+
+
+class Engine(Protocol):
+    """Something that runs requests: here, in a Ray actor, behind HTTP. Integrations know nothing else of where the work is done."""
+
+    def run(self, request: CreditRequest) -> CreditResult:
+        """Run one request; raises InputError for a bad one, EngineError where the engine could not do the work."""
+        ...
+
+
+class LocalEngine:
+    """Runs requests in this process.
+
+    Args:
+        backend: as in `gae`.
+        validate: as in `gae`.
+    """
+
+    def __init__(self, backend: str = "auto", validate: str = "shapes") -> None:
+        self.backend = backend
+        self.validate = validate
+
+    def run(self, request: CreditRequest) -> CreditResult:
+        """Run one request."""
+        return execute([request], backend=self.backend, validate=self.validate)[0]
+
+
+def execute(requests: Sequence[CreditRequest], *, backend: str = "auto", validate: str = "shapes") -> list[CreditResult]:
+    """Run many requests, those that can share a launch in one; each result has exactly the bits it would have alone.
+
+    Raises:
+        InputError: a request is wrong. None is run then: check untrusted requests one by one.
+        BackendError: the backend cannot run here.
+    """
+    results: list[CreditResult | None] = [None] * len(requests)
+    for batch in batches([estimate_arguments(request) for request in requests]):
+        for index, result in zip(batch.members, _run(batch, backend, validate), strict=True):
+            results[index] = result
+    return [result for result in results if result is not None]
+
+
+def _run(batch: Batch, backend: str, validate: str) -> list[CreditResult]:
+    arguments = batch.arguments
+    entry = estimator(arguments["name"])
+    started = time.perf_counter()
+    outputs = estimate(**arguments, backend=backend, validate=validate)
+    elapsed = time.perf_counter() - started
+    device = outputs[0].device
+    report = {
+        "backend": choose_backend(backend, device),
+        "device": str(device),
+        "milliseconds": round(elapsed * 1e3, 3),
+        "shared_with": len(batch.members) - 1,
+        "version": __version__,
+    }
+    parts = batch.split(outputs)
+    return [_result(entry.outputs, tensors, report, size) for tensors, size in zip(parts, batch.sizes, strict=True)]
+
+
+def _result(names: Sequence[str], tensors: Sequence[Tensor], report: dict[str, Any], size: tuple[int, int]) -> CreditResult:
+    segments, tokens = size
+    return CreditResult(dict(zip(names, tensors, strict=True)), {**report, "segments": segments, "tokens": tokens})

@@ -1,0 +1,128 @@
+"""Requests as plain data: what the CLI's file, a Ray call and an HTTP body all turn into."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .call import MASK_MODES
+from .checks import FLOATS, check_option
+from .errors import InputError
+from .estimators import Estimator, estimator
+from .segments import Segments
+
+LAYOUTS = ("cu_seqlens", "lengths", "position_ids", "segment_ids")
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
+
+
+@dataclass(frozen=True)
+class CreditRequest:
+    """One call of an estimator.
+
+    Attributes:
+        op: the estimator's name, such as "gae".
+        tensors: its tensor arguments by name (rates may be among them), and for a pack one of `cu_seqlens`, `lengths`, `position_ids`,
+            `segment_ids`.
+        params: its other keyword arguments: rates as numbers, `masked`, `dtype` (a name such as "float32").
+    """
+
+    op: str
+    tensors: Mapping[str, Tensor]
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CreditResult:
+    """Output tensors by name, in the shape of the inputs, and a report of plain numbers and strings on how they were made."""
+
+    tensors: Mapping[str, Tensor]
+    report: Mapping[str, Any]
+
+
+def tensor_names(entry: Estimator) -> tuple[str, ...]:
+    """Every tensor that a request for `entry` may hold."""
+    optional = ("mask", "terminated", "truncated") + (("bootstrap",) if entry.end in ("value", "carry") else ())
+    return (*entry.inputs, *optional, *entry.rates, *LAYOUTS)
+
+
+def param_names(entry: Estimator) -> tuple[str, ...]:
+    """Every parameter that a request for `entry` may hold."""
+    return (*entry.rates, "masked", "dtype")
+
+
+def parse_params(op: str, strings: Mapping[str, str]) -> dict[str, Any]:
+    """Parameters written as text (a file's metadata, a query string) -> typed; InputError names the bad one."""
+    entry = estimator(op)
+    _refuse_unknown(op, "parameter", strings, param_names(entry))
+    return {name: _parse_rate(op, name, text) if name in entry.rates else text for name, text in strings.items()}
+
+
+def estimate_arguments(request: CreditRequest) -> dict[str, Any]:
+    """The keyword arguments of `rlhf_scan.dispatch.estimate` that `request` stands for. Checks names and option values, not tensors."""
+    entry = estimator(request.op)
+    op = entry.name
+    _refuse_unknown(op, "tensor", request.tensors, tensor_names(entry))
+    _refuse_unknown(op, "parameter", request.params, param_names(entry))
+    missing = [name for name in entry.inputs if name not in request.tensors]
+    if missing:
+        raise InputError(f"{op}: tensors must hold {list(entry.inputs)}, got no {missing[0]}; add it")
+    twice = sorted(set(request.tensors) & set(request.params))
+    if twice:
+        raise InputError(f"{op}: {twice[0]} must be given once, got a tensor and a parameter; drop one")
+    rates = {name: request.tensors.get(name, request.params.get(name, default)) for name, default in entry.rates.items()}
+    masked = request.params.get("masked", "skip")
+    check_option(op, "masked", masked, MASK_MODES)
+    return {
+        "name": op,
+        "tensors": {name: request.tensors[name] for name in entry.inputs},
+        "rates": rates,
+        "segments": segments_of(request),
+        "masked": masked,
+        "dtype": _dtype(op, request.params.get("dtype")),
+        **{name: request.tensors.get(name) for name in ("mask", "terminated", "truncated", "bootstrap")},
+    }
+
+
+def segments_of(request: CreditRequest) -> Segments | None:
+    """The segments that the request's layout tensor describes; None where it holds rows."""
+    given = [name for name in LAYOUTS if name in request.tensors]
+    if len(given) > 1:
+        raise InputError(f"{request.op}: the pack must be described once, got {given}; keep one of them")
+    if not given:
+        return None
+    constructor = getattr(Segments, f"from_{given[0]}")
+    try:
+        segments: Segments = constructor(request.tensors[given[0]])
+    except InputError as error:
+        raise InputError(f"{request.op}: {error}") from error
+    return segments
+
+
+def _refuse_unknown(op: str, kind: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise InputError(f"{op}: {kind} names must be among {list(known)}, got {unknown[0]!r}; drop or rename it")
+
+
+def _parse_rate(op: str, name: str, text: str) -> float | None:
+    if text.lower() == "none":
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise InputError(f"{op}: {name} must be a number, got {text!r}; pass a value in [0, 1] such as 0.99")
+    return number
+
+
+def _dtype(op: str, name: str | torch.dtype | None) -> torch.dtype | None:
+    if name is None or isinstance(name, torch.dtype):
+        return name
+    check_option(op, "dtype", name, tuple(DTYPES))
+    return DTYPES[name]
