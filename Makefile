@@ -1,0 +1,39 @@
+# Every target sets up .venv by itself. PYTHON=/path/to/python picks the interpreter; ARGS="..." goes to pytest.
+PYTHON ?=
+ARGS ?=
+BIN := .venv/bin
+SETUP := $(or $(PYTHON),python3) scripts/setup.py --python "$(PYTHON)"
+
+.PHONY: help demo test check format clean setup
+
+help:
+	@echo "make demo     a recorded PPO rollout through the HTTP server, checked and timed (sets up .venv first)"
+	@echo "make test     all tests; ARGS=\"-k gae\" goes to pytest"
+	@echo "make check    ruff, formatting, mypy"
+	@echo "make format   apply ruff's fixes and formatting"
+	@echo "make setup    the development environment alone, in .venv"
+	@echo "make clean    remove .venv, caches and build output"
+	@echo "Every target sets up what it needs. PYTHON=/path/to/python3.12 picks the interpreter."
+
+demo:
+	@$(SETUP) demo
+	@$(BIN)/rlhf-scan demo
+
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+setup:
+	@$(SETUP) dev
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find rlhf_scan server ray_actors integrations tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
