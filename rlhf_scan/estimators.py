@@ -10,7 +10,7 @@ from . import coefficients, naive
 from .errors import InputError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Estimator:
     """One credit-assignment estimator: a coefficient builder, a naive loop, and the names of what goes in and out.
 

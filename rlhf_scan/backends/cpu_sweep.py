@@ -1,0 +1,220 @@
+"""The scan core of the CPU backend: one sweep over a piece of a segment, compiled around an estimator's formulas. It knows no RL."""
+
+# mypy: disallow-untyped-defs=false, disallow-untyped-calls=false, disallow-untyped-decorators=false
+# pyright: basic
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from ..call import MASK_MODES
+from ..estimators import Estimator
+
+SKIP, ZERO, KEEP = (MASK_MODES.index(mode) for mode in ("skip", "zero", "keep"))
+
+
+# No reference counts: nothing here makes or keeps an array, and counting costs more than the arithmetic. Products and sums may fuse.
+_OPTIONS: dict[str, Any] = {"_nrt": False, "fastmath": {"contract"}}
+compiled = njit(forceinline=True, **_OPTIONS)
+
+
+@lru_cache(maxsize=256)
+def compiled_sweep(
+    entry: Estimator, following: tuple[int, ...], rates: tuple[int, ...], number: type, aggregate: bool
+) -> Callable[..., None]:
+    """The sweep of `entry` in `number` arithmetic, for channels that take so many `rates` each.
+
+    Called as ``sweep(pieces, carries, outputs, inputs, rates, rate_kinds, flags, kinds, masked, bootstrap, bounds)`` it reads the carry that
+    enters each piece from `carries` and writes the outputs; an `aggregate` sweep writes to `carries` what each piece does to a carry.
+    Kinds tell how a number is indexed: by nothing (0), segment (1) or token (2).
+    """
+    read = _reader(tuple(range(len(entry.inputs))))
+    coefficients = _coefficients(compiled(entry.coefficients), rates)
+    step = _step(coefficients, _reader(following), entry.end != "value", number, aggregate)
+    return _sweep(step, read, compiled(entry.results), len(entry.outputs), entry.reverse, number, aggregate)
+
+
+def _reader(indices: tuple[int, ...]) -> Any:
+    """(arrays, t, on, otherwise) -> those arrays' entries at t, or what stands in for them."""
+    if not indices:
+        return compiled(lambda arrays, t, on, otherwise: ())
+    head, last = _reader(indices[:-1]), indices[-1]
+    return compiled(lambda arrays, t, on, otherwise: head(arrays, t, on, otherwise) + ((arrays[last][t] if on else otherwise),))
+
+
+def _rate_reader(first: int, count: int) -> Any:
+    """(arrays, kinds, segment, t) -> `count` rates from `first` on."""
+    if count == 0:
+        return compiled(lambda arrays, kinds, segment, t: ())
+    head, last = _rate_reader(first, count - 1), first + count - 1
+    return compiled(lambda arrays, kinds, segment, t: head(arrays, kinds, segment, t) + (arrays[last][_index(kinds[last], segment, t)],))
+
+
+def _coefficients(coefficients: Any, rates: tuple[int, ...]) -> Any:
+    """(here, following, rates, kinds, segment, t) -> (a, b) of both channels; a channel that is not run is the first again."""
+    read_first = _rate_reader(0, rates[0])
+    if len(rates) == 1:
+
+        @compiled
+        def one(here, following, arrays, kinds, segment, t):
+            first = coefficients(here, following, read_first(arrays, kinds, segment, t))
+            return first, first
+
+        return one
+    read_second = _rate_reader(rates[0], rates[1])
+
+    @compiled
+    def two(here, following, arrays, kinds, segment, t):
+        return (
+            coefficients(here, following, read_first(arrays, kinds, segment, t)),
+            coefficients(here, following, read_second(arrays, kinds, segment, t)),
+        )
+
+    return two
+
+
+def _writer(count: int) -> Any:
+    """(arrays, t, on, values): write each value to its array, or 0."""
+    if count == 0:
+        return compiled(lambda arrays, t, on, values: None)
+    head, last = _writer(count - 1), count - 1
+
+    @compiled
+    def write(arrays, t, on, values):
+        head(arrays, t, on, values)
+        arrays[last][t] = values[last] if on else 0
+
+    return write
+
+
+@compiled
+def _index(kind, segment, t):
+    return 0 if kind == 0 else (segment if kind == 1 else t)
+
+
+@compiled
+def _flushed(decay, tiny):
+    """`decay`, or 0 once it is subnormal: it would never reach 0 by rounding, and each step would take a hundred cycles."""
+    return decay if abs(decay) >= tiny else decay * 0
+
+
+@compiled
+def _flagged(flag, kind, segment, t, last):
+    if kind == 0:
+        return False
+    if kind == 1:
+        return t == last and flag[segment]
+    return flag[t]
+
+
+@compiled
+def _ends_before(t, segment, first, last, flags, kinds, reverse):
+    """Whether an end separates t from what precedes it in scan order: backward it is flagged at t, forward at the token before."""
+    if t == (last if reverse else first):
+        return True
+    at = t if reverse else t - 1
+    return _flagged(flags[1], kinds[1], segment, at, last) or _flagged(flags[2], kinds[2], segment, at, last)
+
+
+@compiled
+def _end_value(t, segment, first, last, flags, kinds, bootstrap, reverse):
+    """The value that follows an end found by `_ends_before`."""
+    absent = bootstrap.dtype.type(0)
+    if reverse and _flagged(flags[1], kinds[1], segment, t, last):
+        return absent
+    if kinds[3] == 1 and t != (last if reverse else first):
+        return absent
+    return bootstrap[_index(kinds[3], segment, t)]
+
+
+@compiled
+def _plain(t, count, segment, first, last, flags, kinds, reverse):
+    """How many of the `count` tokens from t on, in scan order, are trainable and follow no end."""
+    if kinds[0] == 0 and kinds[1] == 0 and kinds[2] == 0:
+        return count
+    for i in range(count):
+        if (kinds[0] != 0 and not flags[0][t]) or _ends_before(t, segment, first, last, flags, kinds, reverse):
+            return i
+        t += -1 if reverse else 1
+    return count
+
+
+@compiled
+def _precedes(t, count, segment, first, last, flags, kinds, masked, bootstrap, reverse):
+    """What a piece that starts beside t, `count` tokens into the segment's scan, finds there: (token of the step or -1, value after the end)."""
+    for _ in range(count):
+        if kinds[0] == 0 or masked != SKIP or flags[0][t]:
+            return t, bootstrap.dtype.type(0)
+        if _ends_before(t, segment, first, last, flags, kinds, reverse):
+            return -1, _end_value(t, segment, first, last, flags, kinds, bootstrap, reverse)
+        t += 1 if reverse else -1
+    return -1, bootstrap.dtype.type(0)
+
+
+def _step(coefficients: Any, read_following: Any, end_is_carry: bool, number: type, aggregate: bool) -> Any:
+    """One step of both channels: their x and decay before it -> after it. Only an `aggregate` keeps track of the decays."""
+    zero, tiny = number(0), np.finfo(number).tiny
+
+    @compiled
+    def step(t, here, preceding, end, on_preceding, state, inputs, rates, rate_kinds, segment):
+        x, y, decay_x, decay_y = state
+        continues = preceding >= 0
+        following = read_following(inputs, preceding, continues and on_preceding, zero if continues else end)
+        (a, b), (c, d) = coefficients(here, following, rates, rate_kinds, segment, t)
+        if continues:
+            if aggregate:
+                decay_x, decay_y = _flushed(number(b * decay_x), tiny), _flushed(number(d * decay_y), tiny)
+            return number(a + b * x), number(c + d * y), decay_x, decay_y
+        # Where nothing follows (0), nothing is carried, whatever b is.
+        if end_is_carry and end != zero:
+            return number(a + b * end), number(c + d * end), zero, zero
+        return number(a), number(c), zero, zero
+
+    return step
+
+
+def _sweep(step: Any, read: Any, results: Any, outputs: int, reverse: bool, number: type, aggregate: bool) -> Any:
+    """The loop over a piece's tokens, in the order of the scan."""
+    zero, one = number(0), number(1)
+    write = _writer(outputs)
+    forward = -1 if reverse else 1
+
+    @njit(nogil=True, **_OPTIONS)
+    def sweep(pieces, carries, outputs, inputs, rates, rate_kinds, flags, kinds, masked, bootstrap, bounds):
+        for row in range(len(pieces)):
+            piece, segment, begin, end = pieces[row, 0], pieces[row, 1], pieces[row, 2], pieces[row, 3]
+            first, last = bounds[segment], bounds[segment + 1] - 1
+            beside, count = (end, last + 1 - end) if reverse else (begin - 1, begin - first)
+            preceding, value = _precedes(beside, count, segment, first, last, flags, kinds, masked, bootstrap, reverse)
+            state = (carries[piece, 0], carries[piece, 1], one, one)
+            t, left = (end - 1 if reverse else begin), end - begin
+            while left > 0:
+                if _ends_before(t, segment, first, last, flags, kinds, reverse):
+                    preceding, value = -1, _end_value(t, segment, first, last, flags, kinds, bootstrap, reverse)
+                trainable = kinds[0] == 0 or flags[0][t]
+                here = read(inputs, t, trainable or masked == KEEP, zero)
+                if trainable or masked != SKIP:
+                    on_preceding = kinds[0] == 0 or masked != ZERO or flags[0][max(preceding, 0)]
+                    state = step(t, here, preceding, value, on_preceding, state, inputs, rates, rate_kinds, segment)
+                    preceding = t
+                if not aggregate:
+                    write(outputs, t, trainable, results(here, (state[0], state[1])))
+                t, left = t + forward, left - 1
+                # The common case, tokens that nothing sets apart from the one before, in a loop without a branch.
+                plain = _plain(t, left, segment, first, last, flags, kinds, reverse) if preceding == t - forward else 0
+                for t in range(t, t + plain * forward, forward):  # noqa: B020
+                    here = read(inputs, t, True, zero)
+                    state = step(t, here, t - forward, zero, True, state, inputs, rates, rate_kinds, segment)
+                    if not aggregate:
+                        write(outputs, t, True, results(here, (state[0], state[1])))
+                if plain > 0:
+                    preceding, t, left = t, t + forward, left - plain
+            if aggregate:
+                carries[piece, 0], carries[piece, 1], carries[piece, 2], carries[piece, 3] = state
+
+    return sweep
