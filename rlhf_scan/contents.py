@@ -43,10 +43,12 @@ def _segment_lengths(layout: Layout, call: Call) -> Tensor:
     """[S], after checking the boundaries."""
     if layout.boundaries is None:
         return torch.full((call.segments,), call.length or 0, device=layout.device)
-    layout.boundaries.check()
+    layout.boundaries.check(layout.op)
     total = int(layout.boundaries.cu_seqlens[-1])
     if total != call.tokens:
-        raise InputError(f"{layout.op}: cu_seqlens must end at N = {call.tokens}, got {total}; add the missing segments or cut the tensors to the pack")
+        raise InputError(
+            f"{layout.op}: cu_seqlens must end at N = {call.tokens}, got {total}; add the missing segments or cut the tensors to the pack"
+        )
     return layout.boundaries.on(layout.device).diff()
 
 

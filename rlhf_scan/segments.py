@@ -46,9 +46,11 @@ class Segments:
                 f"Segments.from_cu_seqlens: cu_seqlens must be 1-D with S + 1 >= 1 entries, got shape {list(boundaries.shape)}; "
                 "pass 0 followed by the end of each segment"
             )
-        segments = cls(boundaries.detach().to(torch.int64).contiguous())
-        if boundaries.device.type == "cpu":
-            segments.check()
+        if boundaries.device.type != "cpu":
+            return cls(boundaries.detach().to(torch.int64).contiguous())
+        # A copy: what was checked must not change afterwards.
+        segments = cls(boundaries.detach().to(torch.int64, copy=True).contiguous())
+        segments.check("Segments.from_cu_seqlens")
         return segments
 
     @classmethod
@@ -89,16 +91,16 @@ class Segments:
         """Length of each segment, [S]."""
         return self.cu_seqlens.diff()
 
-    def check(self) -> None:
-        """Raise InputError unless the boundaries start at 0 and never decrease. Reads a GPU."""
+    def check(self, op: str) -> None:
+        """Raise InputError, which speaks for `op`, unless the boundaries start at 0 and never decrease. Reads a GPU."""
         boundaries = self.cu_seqlens.cpu()
         if int(boundaries[0]) != 0:
-            raise InputError(f"cu_seqlens must start at 0, got {int(boundaries[0])}; put a 0 before the end of the first segment")
+            raise InputError(f"{op}: cu_seqlens must start at 0, got {int(boundaries[0])}; put a 0 before the end of the first segment")
         falls = (boundaries.diff() < 0).nonzero()
         if falls.numel():
             at = int(falls[0])
             raise InputError(
-                f"cu_seqlens must not decrease, got {int(boundaries[at])} then {int(boundaries[at + 1])} at index {at}; "
+                f"{op}: cu_seqlens must not decrease, got {int(boundaries[at])} then {int(boundaries[at + 1])} at index {at}; "
                 "pass the running sum of the lengths"
             )
 

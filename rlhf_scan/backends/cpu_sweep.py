@@ -206,7 +206,7 @@ def _sweep(step: Any, read: Any, results: Any, outputs: int, reverse: bool, numb
                     write(outputs, t, trainable, results(here, (state[0], state[1])))
                 t, left = t + forward, left - 1
                 # The common case, tokens that nothing sets apart from the one before, in a loop without a branch.
-                plain = _plain(t, left, segment, first, last, flags, kinds, reverse) if preceding == t - forward else 0
+                plain = _plain(t, left, segment, first, last, flags, kinds, reverse) if trainable and preceding == t - forward else 0
                 for t in range(t, t + plain * forward, forward):  # noqa: B020
                     here = read(inputs, t, True, zero)
                     state = step(t, here, t - forward, zero, True, state, inputs, rates, rate_kinds, segment)
