@@ -1,0 +1,42 @@
+"""What every test file may use: the backends, and where their tensors lie on this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
+
+BACKENDS = ("reference", "cpu", "triton")
+
+
+def device_of(backend: str) -> torch.device:
+    """Where the tests of `backend` put their tensors: triton's on the GPU where there is one, else on the CPU (it is interpreted there)."""
+    return torch.device("cuda" if backend == "triton" and CUDA else "cpu")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each backend in turn."""
+    return str(request.param)
+
+
+@pytest.fixture
+def nan_filled() -> Iterator[None]:
+    """torch.empty and its like return NaN, so that an output nobody wrote shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked gpu run where there is a CUDA device."""
+    for item in items:
+        if not CUDA and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
