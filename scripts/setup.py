@@ -171,7 +171,8 @@ def read_stamp():
 def set_up(profile, asked):
     """Bring .venv to `profile`."""
     stamp = read_stamp()
-    current = stamp.get("fingerprint") == fingerprint() and asked in ("", stamp.get("asked")) and PYTHON.exists()
+    asked = asked or stamp.get("asked", "")
+    current = stamp.get("fingerprint") == fingerprint() and stamp.get("asked") == asked and PYTHON.exists()
     if current and not UNFINISHED.exists() and {profile, "dev"} & set(stamp["profiles"]):
         return
     BUILD.mkdir(exist_ok=True)
