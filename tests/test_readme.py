@@ -1,0 +1,101 @@
+"""README's snippets, run as they stand, in order and in one namespace, with a real server, a real Ray and a real PPOTrainer."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_ppo import tiny_trainer
+
+from rlhf_scan import gae
+from rlhf_scan.rollout import read_result
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+BIN = Path(sys.executable).parent
+SERVE, ADDRESS = "rlhf-scan serve --port 8000", "http://127.0.0.1:8000"
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks in that language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def shell_block(containing: str) -> str:
+    (block,) = [block for block in blocks("sh") if containing in block]
+    return block
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Where README's server listens: its own command, on a free port."""
+    assert f"`{SERVE}`" in README
+    command = [BIN / "rlhf-scan", *SERVE.replace("8000", "0").split()[1:]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        try:
+            assert server.stdout is not None
+            yield server.stdout.readline().split()[-1]
+        finally:
+            server.terminate()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("readme")
+
+
+@pytest.fixture(scope="module")
+def namespace(address: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """What the Python blocks leave behind, after all have run."""
+    import ray
+
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"trainer": tiny_trainer(folder / "trainer", updates=1)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for number, block in enumerate(blocks("python")):
+            exec(compile(block.replace(ADDRESS, address), f"README.md, Python block {number + 1}", "exec"), names)
+    yield names
+    ray.shutdown()
+
+
+def test_python_blocks(namespace: dict[str, Any]) -> None:
+    """Each ran, and through each door the example's numbers came out."""
+    assert "".join(blocks("python")).count("engine.run(request)") == 2
+    advantages, returns = gae(namespace["rewards"], namespace["values"], segments=namespace["segments"], lam=0.95, backend="reference")
+    torch.testing.assert_close(namespace["advantages"], advantages)
+    torch.testing.assert_close(namespace["result"].tensors["returns"], returns)
+    assert namespace["trainer"].state.global_step == 1
+
+
+def test_curl(address: str) -> None:
+    block = shell_block("curl").replace(ADDRESS, address)
+    answer = json.loads(subprocess.run(["bash", "-c", block], capture_output=True, check=True, timeout=60).stdout)
+    sent = json.loads(re.search(r"-d '(.*)'", block, flags=re.DOTALL)[1])
+    rewards, values = (torch.tensor(sent["tensors"][name]) for name in ("rewards", "values"))
+    first = gae(rewards[:3].float(), values[:3], lam=0.95, backend="reference").advantages
+    torch.testing.assert_close(torch.tensor(answer["tensors"]["advantages"][:3]), first)
+
+
+def test_rollout_file(namespace: dict[str, Any], folder: Path) -> None:
+    command = shell_block("rlhf-scan compute").split()
+    subprocess.run([BIN / command[0], *command[1:]], cwd=folder, check=True, timeout=120)
+    found = read_result(folder / "credit.safetensors").tensors["advantages"]
+    assert torch.equal(found, namespace["advantages"])
+
+
+def test_make_targets() -> None:
+    targets = set(re.findall(r"\bmake (\w+)", "".join(blocks("sh"))))
+    assert targets == {"demo", "test", "setup"}
+    subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, check=True, capture_output=True, timeout=60)
+
+
+def test_length() -> None:
+    assert len(README.splitlines()) < 120
