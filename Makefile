@@ -1,7 +1,7 @@
 # Every target sets up .venv by itself. PYTHON=/path/to/python picks the interpreter; ARGS="..." goes to pytest.
 PYTHON ?=
 ARGS ?=
-BIN := .venv/bin
+RUN := .venv/bin/python -m
 SETUP := $(or $(PYTHON),python3) scripts/setup.py --python "$(PYTHON)"
 
 .PHONY: help demo test check format clean setup
@@ -17,19 +17,19 @@ help:
 
 demo:
 	@$(SETUP) demo
-	@$(BIN)/rlhf-scan demo
+	@.venv/bin/rlhf-scan demo
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) pytest $(ARGS)
 
 check: setup
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
 
 format: setup
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
 
 setup:
 	@$(SETUP) dev
