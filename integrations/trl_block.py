@@ -1,0 +1,165 @@
+"""The advantage block of TRL's `PPOTrainer.train`: found in its source, and rewritten so that a callback does the recursion.
+
+The block has one syntax tree in all releases that `SUPPORTED` names. Its first six statements are GAE; the whitening and masking after
+them stay TRL's.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import inspect
+from importlib import metadata
+from types import CellType, CodeType, FunctionType
+from typing import cast
+
+from rlhf_scan.errors import InputError
+
+SUPPORTED = "a PPOTrainer of trl 0.15.2 to 1.12.0"
+
+# From TRL, copyright The HuggingFace Team, Apache-2.0.
+BLOCK = ast.parse(
+    """
+lastgaelam = 0
+advantages_reversed = []
+gen_length = responses.shape[1]
+for t in reversed(range(gen_length)):
+    nextvalues = values[:, t + 1] if t < gen_length - 1 else 0.0
+    delta = rewards[:, t] + args.gamma * nextvalues - values[:, t]
+    lastgaelam = delta + args.gamma * args.lam * lastgaelam
+    advantages_reversed.append(lastgaelam)
+advantages = torch.stack(advantages_reversed[::-1], axis=1)
+returns = advantages + values
+advantages = masked_whiten(advantages, ~padding_mask)
+advantages = torch.masked_fill(advantages, padding_mask, 0)
+"""
+).body
+RECURSION = 6
+_SHOWN = 4  # the statement whose line a traceback shows for the engine's call
+
+# padding_mask_p1 is TRL's: False on the response and on the one step after it, whose value is read and whose return is written too.
+_REPLACEMENT = """
+if _credit.takes_over():
+    advantages, returns = _credit.advantages_and_returns(rewards, values, ~padding_mask_p1, args.gamma, args.lam)
+else:
+    pass
+"""
+
+
+def train_with_credit(trainer_class: type, credit: object) -> FunctionType:
+    """The class's `train`, but with ``credit.advantages_and_returns`` for the block's recursion while ``credit.takes_over()``.
+
+    It shares globals and closure with the original, and its lines are those of the source file, so that tracebacks show TRL's own.
+
+    Raises:
+        InputError: `train` does not hold the block exactly as expected, or is no plain function with readable source.
+    """
+    function, wrapped = _function(trainer_class)
+    tree, definition = _parse(trainer_class, function)
+    body, start = find_block(trainer_class, definition)
+    if wrapped:
+        raise _refusal(trainer_class, "has a `train` that a decorator or a patch wraps (undo it, or apply it after making the callback)")
+    (replacement,) = cast(list[ast.If], ast.parse(_REPLACEMENT).body)
+    for node in ast.walk(replacement):
+        ast.copy_location(node, body[start + _SHOWN])
+    replacement.orelse = body[start : start + RECURSION]
+    body[start : start + RECURSION] = [replacement]
+    _enclose(definition)
+    code = _compiled(tree, function)
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)) | {"_credit": CellType(credit)}
+    closure = tuple(cells[name] for name in code.co_freevars)
+    rewritten = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    rewritten.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(rewritten, function)
+    return rewritten
+
+
+def _function(trainer_class: type) -> tuple[FunctionType, bool]:
+    """The function that is the class's `train`, and whether something wraps it."""
+    train = getattr(trainer_class, "train", None)
+    function = inspect.unwrap(train) if callable(train) else None
+    if not isinstance(function, FunctionType):
+        raise _refusal(trainer_class, "has no `train` written in Python")
+    return function, function is not train
+
+
+def find_block(trainer_class: type, definition: ast.FunctionDef) -> tuple[list[ast.stmt], int]:
+    """The list of statements that holds the block, and where it starts there; InputError unless there is exactly the expected one."""
+    places = [
+        (body, index)
+        for node in ast.walk(definition)
+        for _, body in ast.iter_fields(node)
+        if isinstance(body, list)
+        for index, statement in enumerate(body)
+        if isinstance(statement, ast.stmt) and _same(statement, BLOCK[0])
+    ]
+    if len(places) != 1:
+        raise _refusal(trainer_class, f"has a `train` with {len(places)} advantage blocks (`lastgaelam = 0` and what follows), not one")
+    ((body, start),) = places
+    found = body[start : start + len(BLOCK)]
+    for offset, expected in enumerate(BLOCK):
+        if offset == len(found) or not _same(found[offset], expected):
+            line = found[min(offset, len(found) - 1)].lineno
+            raise _refusal(trainer_class, f"has another advantage block: at line {line} there must be `{ast.unparse(expected)}`")
+    stored = {node.id for node in ast.walk(definition) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    if "padding_mask_p1" not in stored:
+        raise _refusal(trainer_class, "has a `train` that sets no `padding_mask_p1`")
+    return body, start
+
+
+def _parse(trainer_class: type, function: FunctionType) -> tuple[ast.Module, ast.FunctionDef]:
+    """The whole file that `function` is in (so that names mean there what they meant), and the function's definition in it."""
+    try:
+        tree = ast.parse("".join(inspect.findsource(function)[0]))
+    except (OSError, SyntaxError) as error:
+        raise _refusal(trainer_class, f"has a `train` whose source cannot be read ({error})") from error
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == function.__code__.co_name:
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            if first == function.__code__.co_firstlineno:
+                return tree, node
+    raise _refusal(trainer_class, "has a `train` whose source changed since it was imported (start the process anew)")
+
+
+def _same(statement: ast.stmt, expected: ast.stmt) -> bool:
+    return ast.dump(statement) == ast.dump(expected)
+
+
+def _enclose(definition: ast.FunctionDef) -> None:
+    """Turn the definition, in place, into ``def _with_credit(_credit): <it>``, which makes `_credit` a closure variable of it."""
+    inner = copy.copy(definition)
+    inner.decorator_list = []
+    (outer,) = cast(list[ast.FunctionDef], ast.parse("def _with_credit(_credit): pass").body)
+    outer.body = [inner]
+    for name in outer._fields:
+        setattr(definition, name, getattr(outer, name))
+
+
+def _compiled(tree: ast.Module, function: FunctionType) -> CodeType:
+    enclosing = _nested(compile(tree, function.__code__.co_filename, "exec", dont_inherit=True), "_with_credit")
+    code = enclosing and _nested(enclosing, function.__code__.co_name)
+    if code is None:
+        raise RuntimeError("the rewritten definition was compiled away")
+    return code
+
+
+def _nested(code: CodeType, name: str) -> CodeType | None:
+    """The first code object of that name inside `code`, at any depth."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found = constant if constant.co_name == name else _nested(constant, name)
+            if found is not None:
+                return found
+    return None
+
+
+def _refusal(trainer_class: type, why: str) -> InputError:
+    try:
+        installed = f"trl {metadata.version('trl')}"
+    except metadata.PackageNotFoundError:
+        installed = "no trl"
+    return InputError(
+        f"AdvantageCallback: trainer must be {SUPPORTED}, got {trainer_class.__module__}.{trainer_class.__qualname__} "
+        f"({installed} is installed), which {why}; pass such a trainer, or call rlhf_scan.gae in your own loop"
+    )
