@@ -74,7 +74,10 @@ def estimate(
     checks.check_dtype(op, dtype)
     layout = checks.resolve_layout(op, entry.inputs[0], tensors[entry.inputs[0]], segments)
     inputs = [checks.per_token(layout, key, tensors[key]) for key in entry.inputs]
-    resolved = {key: None if rates[key] is None else checks.resolve_rate(layout, key, rates[key]) for key in entry.rates}
+    resolved = {
+        key: None if rates[key] is None and default is None else checks.resolve_rate(layout, key, rates[key])
+        for key, default in entry.rates.items()
+    }
     call = Call(
         estimator=entry,
         inputs=tuple(inputs),

@@ -74,7 +74,7 @@ def estimate_arguments(request: CreditRequest) -> dict[str, Any]:
     twice = sorted(set(request.tensors) & set(request.params))
     if twice:
         raise InputError(f"{op}: {twice[0]} must be given once, got a tensor and a parameter; drop one")
-    rates = {name: request.tensors.get(name, request.params.get(name, default)) for name, default in entry.rates.items()}
+    rates = {name: request.tensors.get(name, _rate(op, name, request.params, default)) for name, default in entry.rates.items()}
     masked = request.params.get("masked", "skip")
     check_option(op, "masked", masked, MASK_MODES)
     return {
@@ -101,6 +101,18 @@ def segments_of(request: CreditRequest) -> Segments | None:
     except InputError as error:
         raise InputError(f"{request.op}: {error}") from error
     return segments
+
+
+def _rate(op: str, name: str, params: Mapping[str, Any], default: float | None) -> Any:
+    """A rate among the parameters, of a type that can be one."""
+    rate = params.get(name, default)
+    if rate is None and default is None:
+        return None
+    if isinstance(rate, bool) or not isinstance(rate, int | float | Tensor):
+        raise InputError(
+            f"{op}: {name} must be a number, got {type(rate).__name__}; pass a float such as 0.99, or a tensor among the tensors"
+        )
+    return rate
 
 
 def _refuse_unknown(op: str, kind: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:

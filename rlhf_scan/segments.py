@@ -96,7 +96,7 @@ class Segments:
         boundaries = self.cu_seqlens.cpu()
         if int(boundaries[0]) != 0:
             raise InputError(f"{op}: cu_seqlens must start at 0, got {int(boundaries[0])}; put a 0 before the end of the first segment")
-        falls = (boundaries.diff() < 0).nonzero()
+        falls = (boundaries[1:] < boundaries[:-1]).nonzero()  # a difference could overflow
         if falls.numel():
             at = int(falls[0])
             raise InputError(
