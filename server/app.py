@@ -1,0 +1,132 @@
+"""The FastAPI app: a route per served estimator, and what operators need."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from rlhf_scan.dispatch import choose_backend
+from rlhf_scan.doctor import self_test
+from rlhf_scan.errors import InputError
+from rlhf_scan.estimators import Estimator, served
+from rlhf_scan.rollout import device_for
+from rlhf_scan.version import __version__
+
+from . import problems
+from .formats import JSON, sent_format, wanted_format
+from .metrics import Measured, Metrics
+from .problems import Problem
+from .schemas import describe
+from .settings import Settings
+from .worker import Job, Worker
+
+
+def create_app(settings: Settings | None = None) -> FastAPI:
+    """The service, with a route for every estimator that the registry serves now.
+
+    Args:
+        settings: None takes the environment's.
+
+    Raises:
+        InputError: a setting cannot be used.
+        BackendError: the backend cannot run here.
+    """
+    settings = settings or Settings.from_environment()
+    choose_backend(settings.backend, device_for(settings.backend))
+    worker, metrics, readiness = Worker(settings), Metrics(), Readiness(settings.backend)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        warming = asyncio.create_task(readiness.establish())
+        yield
+        await warming
+        await asyncio.to_thread(worker.close)
+
+    app = FastAPI(title="rlhf-scan", version=__version__, lifespan=lifespan, redirect_slashes=False, redoc_url=None)
+    problems.install(app)
+    app.add_middleware(Measured, metrics=metrics)
+    for entry in served():
+        app.post(f"/v1/{entry.name}", **describe(entry))(_route(entry, settings, worker, metrics))
+
+    @app.get("/healthz", summary="Whether the process answers")
+    async def healthz() -> JSONResponse:
+        return JSONResponse({"status": "ok", "version": __version__})
+
+    @app.get("/readyz", summary="Whether the backend is warm and agrees with the reference")
+    async def readyz() -> JSONResponse:
+        if readiness.why_not is not None:
+            raise Problem(503, readiness.why_not, {"Retry-After": "1"})
+        return JSONResponse({"status": "ready", "backend": settings.backend})
+
+    @app.get("/metrics", summary="Prometheus metrics", response_class=Response)
+    async def read_metrics() -> Response:
+        return metrics.response()
+
+    return app
+
+
+class Readiness:
+    """Whether the backend has been warmed with its self-test, and passed it."""
+
+    def __init__(self, backend: str) -> None:
+        """Not ready."""
+        self._backend = backend
+        self.why_not: str | None = "the backend is being warmed; ask again in a second"
+
+    async def establish(self) -> None:
+        """Run the self-test off the event loop."""
+        failed = [test for test in await asyncio.to_thread(self_test, self._backend) if not test.ok]
+        self.why_not = f"the self-test of {failed[0].op} failed: {failed[0].detail}; run `rlhf-scan doctor` there" if failed else None
+
+
+def _route(entry: Estimator, settings: Settings, worker: Worker, metrics: Metrics) -> Callable[[Request], Awaitable[Response]]:
+    op = entry.name
+
+    async def run(request: Request) -> Response:
+        sent = sent_format(request.headers)
+        wanted = wanted_format(request.headers, sent)
+        if request.query_params:
+            raise InputError(f"{op}: the query string must be empty, got {request.url.query!r}; put parameters into the body")
+        limit = min(settings.max_body_bytes, settings.max_json_bytes) if sent == JSON else settings.max_body_bytes
+        with worker.admitted():
+            chunks, size = await _receive(request, limit, settings.body_seconds)
+            answer = await worker.run(Job(op, chunks, size, sent, wanted))
+        metrics.tokens.labels(op).inc(answer.tokens)
+        return Response(answer.body, media_type=wanted)
+
+    return run
+
+
+async def _receive(request: Request, limit: int, seconds: float) -> tuple[list[bytes], int]:
+    """The body in chunks, and its size; Problems say that it is too large or too slow."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_large(limit, f"{declared} bytes")
+    chunks: list[bytes] = []
+
+    async def collect() -> int:
+        size = 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                raise _too_large(limit, "more")
+            chunks.append(chunk)
+        return size
+
+    try:
+        return chunks, await asyncio.wait_for(collect(), seconds)
+    except asyncio.TimeoutError as error:
+        raise Problem(
+            408, f"the body must arrive within {seconds:g} seconds, got a part of it; send it faster or in smaller requests"
+        ) from error
+
+
+def _too_large(limit: int, got: str) -> Problem:
+    return Problem(
+        413, f"the body must have at most {limit} bytes, got {got}; split the batch, or send safetensors, which is smaller than JSON"
+    )

@@ -1,0 +1,110 @@
+"""JSON bodies: ``{"tensors": {...}, "params": {...}}`` in, ``{"tensors": {...}, "report": {...}}`` out."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+from torch import Tensor
+
+from rlhf_scan.errors import InputError
+from rlhf_scan.requests import LAYOUTS, CreditRequest, CreditResult
+
+from .problems import Problem
+
+FLAGS = ("mask", "terminated", "truncated")
+_KEY = re.compile(rb'"(\w+)"\s*:')
+_SHAPE = "a list [..] for a pack or one row, or equally long lists [[..], [..]] for rows"
+
+
+def request_from_json(op: str, body: bytes) -> CreditRequest:
+    """The request that a JSON body holds: float32 numbers, bool flags, int64 boundaries; a list of lists is [B, T]."""
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        keys = _KEY.findall(body, 0, error.pos)
+        where = f" after the key {keys[-1].decode()!r}" if keys else ""
+        raise Problem(
+            400,
+            f"{op}: the body must be JSON in UTF-8, got {error.msg} at character {error.pos}{where}; "
+            "NaN and Infinity are no JSON: write 0 there and mask it",
+        ) from error
+    document = _object(op, "the body", document)
+    unknown = [key for key in document if key not in ("tensors", "params")]
+    if unknown:
+        raise InputError(
+            f'{op}: the body must be {{"tensors": {{..}}, "params": {{..}}}}, got the key {unknown[0]!r}; put it into one of these'
+        )
+    tensors = _object(op, "tensors", document.get("tensors"))
+    params = _object(op, "params", document.get("params", {}))
+    return CreditRequest(op, {name: _tensor(op, name, value) for name, value in tensors.items()}, params)
+
+
+def result_to_json(op: str, result: CreditResult) -> bytes:
+    """The JSON body that holds `result`; a Problem where a number is not finite, which JSON cannot say."""
+    arrays: dict[str, Any] = {}
+    for name, tensor in result.tensors.items():
+        numbers = tensor.detach().cpu()
+        if numbers.dtype not in (torch.float32, torch.float64):
+            numbers = numbers.float()
+        if not bool(numbers.isfinite().all()):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise Problem(
+                422, f"{op}: {name} must be finite to be JSON, but overflows {dtype}; send smaller numbers or ask for a wider dtype"
+            )
+        arrays[name] = numbers.contiguous().numpy()
+    return orjson.dumps({"tensors": arrays, "report": dict(result.report)}, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _object(op: str, name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InputError(
+            f'{op}: {name} must be a JSON object, got {_kind(value)}; send {{"tensors": {{"rewards": [..]}}, "params": {{..}}}}'
+        )
+    return value
+
+
+def _tensor(op: str, name: str, value: Any) -> Tensor:
+    """A number, a list or a list of equally long lists as a tensor of the dtype that `name` has."""
+    numbers, shape = _flatten(op, name, value)
+    allowed = {int} if name in LAYOUTS else {int, float, bool} if name in FLAGS else {int, float}
+    wrong = next((number for number in numbers if type(number) not in allowed), None) if set(map(type, numbers)) - allowed else 0
+    if type(wrong) not in allowed:
+        what = "integers" if name in LAYOUTS else "numbers or booleans" if name in FLAGS else "numbers"
+        raise InputError(f"{op}: {name} must hold {what}, got {_kind(wrong)}; send {_SHAPE}")
+    try:
+        dense = torch.from_numpy(np.asarray(array("q" if name in LAYOUTS else "d", numbers))).reshape(shape)
+    except OverflowError as error:
+        raise InputError(f"{op}: {name} must fit int64, got a larger integer; send smaller ones") from error
+    if name in LAYOUTS:
+        return dense
+    if name in FLAGS:
+        return dense != 0
+    tensor = dense.float()
+    if bool(tensor.isinf().any()):
+        largest = float(dense.abs().max())
+        raise InputError(f"{op}: {name} must fit float32 in JSON, got {largest:g}; scale it or send float64 as safetensors")
+    return tensor
+
+
+def _flatten(op: str, name: str, value: Any) -> tuple[list[Any], tuple[int, ...]]:
+    if not isinstance(value, list):
+        return [value], ()
+    if list not in set(map(type, value)):
+        return value, (len(value),)
+    lengths = {len(row) if isinstance(row, list) else -1 for row in value}
+    if len(lengths) > 1:
+        at = next(index for index, row in enumerate(value) if not isinstance(row, list) or len(row) != len(value[0] or []))
+        raise InputError(f"{op}: {name} must have rows of one length, got another one at row {at}; pad the rows and mask, or send a pack")
+    return list(chain.from_iterable(value)), (len(value), len(value[0]))
+
+
+def _kind(value: Any) -> str:
+    """What JSON calls it."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "an integer", float: "a number"}
+    return "null" if value is None else names[type(value)]
