@@ -1,0 +1,129 @@
+"""What runs here: versions, GPUs, backends, and a self-test of each usable backend against the reference."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from .call import BACKENDS, MASK_MODES
+from .dispatch import choose_backend
+from .engine import LocalEngine
+from .errors import BackendError
+from .estimators import Estimator, served
+from .requests import CreditRequest, tensor_names
+from .rollout import device_for, on_device
+from .version import __version__
+
+PACKAGES = ("torch", "numpy", "numba", "triton", "safetensors", "fastapi", "uvicorn", "httpx", "ray", "trl", "transformers")
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """One estimator on one backend, against the reference.
+
+    Attributes:
+        op: the estimator.
+        ok: whether every output was within the tolerance.
+        error: largest difference from the reference, in units of the tolerance; None where the backend raised.
+        detail: what went wrong, or "".
+    """
+
+    op: str
+    ok: bool
+    error: float | None
+    detail: str
+
+
+def examine() -> dict[str, Any]:
+    """Everything that `rlhf-scan doctor` says, as plain data; ``ok`` is False where a self-test failed."""
+    backends = {name: _examine_backend(name) for name in BACKENDS if name != "auto"}
+    return {
+        "versions": {"rlhf-scan": __version__, "python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
+        "backends": backends,
+        "ok": all(test["ok"] for backend in backends.values() for test in backend["self_tests"]),
+    }
+
+
+def self_test(backend: str) -> list[SelfTest]:
+    """Run every served estimator on `backend` and on the reference, over rows and packs with masks, ends and bootstraps."""
+    return [_test_estimator(entry, backend) for entry in served()]
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print what `examine` found."""
+    versions = Table("package", "version")
+    for name, version in report["versions"].items():
+        versions.add_row(name, version or "not installed")
+    console.print(versions)
+    console.print("GPUs: " + ("; ".join(report["gpus"]) or "none"))
+    for name, backend in report["backends"].items():
+        console.print(f"backend {name}: {backend['why_not'] or 'usable'}", soft_wrap=True, markup=False)
+        for test in backend["self_tests"]:
+            verdict = "agrees with the reference" if test["ok"] else f"FAILED: {test['detail']}"
+            console.print(f"  {test['op']} {verdict}", soft_wrap=True, markup=False)
+
+
+def _examine_backend(name: str) -> dict[str, Any]:
+    try:
+        choose_backend(name, device_for(name))
+    except BackendError as error:
+        return {"why_not": str(error), "self_tests": []}
+    return {"why_not": None, "self_tests": [asdict(test) for test in self_test(name)]}
+
+
+def _test_estimator(entry: Estimator, backend: str) -> SelfTest:
+    worst = 0.0
+    for request in _samples(entry):
+        try:
+            want = LocalEngine("reference").run(request)
+            got = LocalEngine(backend, validate="full").run(on_device(request, device_for(backend)))
+        except Exception as error:  # whatever a broken backend raises is the finding
+            return SelfTest(entry.name, False, None, f"{type(error).__name__}: {error}")
+        for name, expected in want.tensors.items():
+            # Each token adds a few roundings, none larger than half a unit of the largest number.
+            largest = max(1.0, float(expected.abs().max()))
+            tolerance = expected.numel() * torch.finfo(torch.float32).eps * largest
+            difference = float((got.tensors[name].cpu() - expected).abs().nan_to_num(nan=torch.inf).max())
+            worst = max(worst, difference / tolerance)
+    detail = "" if worst <= 1 else f"differs from the reference by {worst:.3g} times the tolerance"
+    return SelfTest(entry.name, worst <= 1, worst, detail)
+
+
+def _samples(entry: Estimator) -> Iterator[CreditRequest]:
+    """Small requests that use every optional tensor, in both layouts, with each meaning of a masked token."""
+    generator = torch.Generator().manual_seed(0)
+    for masked in MASK_MODES:
+        rates = dict.fromkeys(entry.rates, 0.9)
+        yield CreditRequest(entry.name, _tensors(entry, (3, 17), 3, generator), {"masked": masked, **rates})
+        pack = _tensors(entry, (40,), 4, generator)
+        yield CreditRequest(entry.name, {**pack, "cu_seqlens": torch.tensor([0, 1, 1, 23, 40])}, {"masked": masked})
+
+
+def _tensors(entry: Estimator, shape: tuple[int, ...], segments: int, generator: torch.Generator) -> dict[str, Tensor]:
+    tensors = {name: torch.randn(shape, generator=generator) for name in entry.inputs}
+    for name, share in (("mask", 0.8), ("terminated", 0.1), ("truncated", 0.1)):
+        tensors[name] = torch.rand(shape, generator=generator) < share
+    if "bootstrap" in tensor_names(entry):
+        tensors["bootstrap"] = torch.randn(segments, generator=generator)
+    return tensors
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    return f"{properties.name}, compute capability {properties.major}.{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
