@@ -61,7 +61,8 @@ def _flagged(pointer, segment, start, t, length, on, KIND: tl.constexpr):
     if KIND == 0:
         return on & False
     elif KIND == 1:
-        return on & (t == length - 1) & (tl.load(pointer + segment) != 0)
+        # Not `& (flag != 0)`: Triton's interpreter makes a float of that where `segment` is a scalar.
+        return on & (t == tl.where(tl.load(pointer + segment) != 0, length - 1, -1))
     else:
         return on & (tl.load(pointer + start + t, mask=on, other=0) != 0)
 
@@ -181,7 +182,8 @@ def _events(
                 if tl.load(flags[0] + start + beside) == 0:
                     beyond = _event_beyond(flags, segment, start, first, length, FLAGS, MASKED, REVERSE, WIDTH)
                     nearest = tl.where(missing, beyond, nearest)
-        return nearest
+        # Lanes hold tokens one by one along a row, whatever the compiler thinks of these addresses: the layout decides the order of the sums.
+        return tl.max_contiguous(tl.where(t < length, nearest, t), [1, 2])
 
 
 @triton.jit
@@ -345,7 +347,7 @@ def scan_tiles(
     event = _events(flags, segment, start, first, length, t, FLAGS, MASKED, REVERSE, TILED, WIDTH)
     ended = _ends_before(flags, segment, start, event, length, steps, FLAGS, REVERSE)
     end = _end_value(flags, bootstrap, segment, start, event, length, ended, FLAGS, BOOTSTRAP, REVERSE, DTYPE)
-    preceding = event + 1 if REVERSE else event - 1
+    preceding = tl.max_contiguous(event + 1 if REVERSE else event - 1, [1, 2])
     continues = steps & (ended == 0)
 
     here = ()
@@ -373,7 +375,7 @@ def scan_tiles(
                 carries + channel * CARRY_WORDS,
                 slot,
                 tile,
-                tl.cdiv(length, WIDTH),
+                tl.maximum(tl.cdiv(length, WIDTH), 1),
                 REVERSE,
                 GROUP,
                 WIDTH,

@@ -1,0 +1,1 @@
+"""Benchmarks of rlhf_scan; results of runs are committed under results/."""
