@@ -9,8 +9,11 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+import importlib.util
 import inspect
+from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from types import CellType, CodeType, FunctionType
 from typing import cast
 
@@ -86,14 +89,7 @@ def _function(trainer_class: type) -> tuple[FunctionType, bool]:
 
 def find_block(trainer_class: type, definition: ast.FunctionDef) -> tuple[list[ast.stmt], int]:
     """The list of statements that holds the block, and where it starts there; InputError unless there is exactly the expected one."""
-    places = [
-        (body, index)
-        for node in ast.walk(definition)
-        for _, body in ast.iter_fields(node)
-        if isinstance(body, list)
-        for index, statement in enumerate(body)
-        if isinstance(statement, ast.stmt) and _same(statement, BLOCK[0])
-    ]
+    places = list(_starts(definition))
     if len(places) != 1:
         raise _refusal(trainer_class, f"has a `train` with {len(places)} advantage blocks (`lastgaelam = 0` and what follows), not one")
     ((body, start),) = places
@@ -106,6 +102,27 @@ def find_block(trainer_class: type, definition: ast.FunctionDef) -> tuple[list[a
     if "padding_mask_p1" not in stored:
         raise _refusal(trainer_class, "has a `train` that sets no `padding_mask_p1`")
     return body, start
+
+
+def installed_recursion() -> list[ast.stmt] | None:
+    """The block's recursion as the source of the installed TRL has it; None where it has none. Does not import TRL."""
+    found = importlib.util.find_spec("trl")
+    for root in (found.submodule_search_locations or []) if found else []:
+        for path in ("experimental/ppo/ppo_trainer.py", "trainer/ppo_trainer.py"):
+            file = Path(root) / path
+            places = list(_starts(ast.parse(file.read_text()))) if file.is_file() else []
+            if len(places) == 1:
+                ((body, start),) = places
+                return body[start : start + RECURSION]
+    return None
+
+
+def _starts(tree: ast.AST) -> Iterator[tuple[list[ast.stmt], int]]:
+    """Lists of statements, and where in them a block begins."""
+    for node in ast.walk(tree):
+        for _, body in ast.iter_fields(node):
+            if isinstance(body, list):
+                yield from ((body, i) for i, part in enumerate(body) if isinstance(part, ast.stmt) and _same(part, BLOCK[0]))
 
 
 def _parse(trainer_class: type, function: FunctionType) -> tuple[ast.Module, ast.FunctionDef]:

@@ -25,7 +25,7 @@ from trl.experimental.ppo import PPOTrainer, ppo_trainer
 
 from rlhf_scan import CreditRequest, CreditResult, EngineError, InputError, LocalEngine, Segments, gae
 from rlhf_scan.integrations.trl import AdvantageCallback
-from rlhf_scan.integrations.trl_block import BLOCK, RECURSION
+from rlhf_scan.integrations.trl_block import BLOCK, installed_recursion
 
 pytestmark = [
     pytest.mark.slow,
@@ -88,14 +88,8 @@ def trl_alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def trl_recursion(request: CreditRequest) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns by the statements in the installed TRL's own source."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(PPOTrainer.train)))
-    statements = next(
-        body[i : i + RECURSION]
-        for node in ast.walk(tree)
-        if isinstance(body := getattr(node, "body", None), list)
-        for i, statement in enumerate(body)
-        if ast.unparse(statement) == "lastgaelam = 0"
-    )
+    statements = installed_recursion()
+    assert statements
     args = SimpleNamespace(gamma=request.params["gamma"], lam=request.params["lam"])
     names: dict[str, Any] = {"torch": torch, "args": args, "responses": request.tensors["rewards"], **request.tensors}
     exec(compile(ast.Module(statements, []), "trl", "exec"), names)
