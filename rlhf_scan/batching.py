@@ -68,7 +68,7 @@ def _signature(index: int, call: Mapping[str, Any]) -> Any:
             return index
         kinds.append((name, kind, tensor.dtype, tensor.device))
     numbers = tuple((name, rate) for name, rate in call["rates"].items() if not isinstance(rate, Tensor))
-    return call["name"], call["masked"], call["dtype"], numbers, tuple(kinds)
+    return call["name"], call.get("masked"), call.get("boundary"), call["dtype"], numbers, tuple(kinds)
 
 
 def _kind(call: Mapping[str, Any], tensor: Any) -> str | None:
@@ -87,7 +87,9 @@ def _kind(call: Mapping[str, Any], tensor: Any) -> str | None:
 def _pack(members: Sequence[int], calls: Sequence[Mapping[str, Any]]) -> Batch:
     shapes = tuple(_first(call).shape for call in calls) if len(calls) > 1 else (getattr(_first(calls[0]), "shape", torch.Size()),)
     if len(calls) == 1:
-        sizes: tuple[tuple[int, int], ...] = (_layout(calls[0]),) if isinstance(_first(calls[0]), Tensor) and _first(calls[0]).dim() else ((0, 0),)
+        sizes: tuple[tuple[int, int], ...] = (
+            (_layout(calls[0]),) if isinstance(_first(calls[0]), Tensor) and _first(calls[0]).dim() else ((0, 0),)
+        )
         return Batch(tuple(members), calls[0], shapes, sizes)
     return Batch(tuple(members), _joined(calls), shapes, tuple(_layout(call) for call in calls))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from .estimators import Estimator
 
 MASK_MODES = ("skip", "zero", "keep")
+BOUNDARIES = ("ends_at", "starts_at")
 BACKENDS = ("auto", "triton", "cpu", "reference")
 
 Rate = float | Tensor
@@ -30,6 +31,7 @@ class Call:
         mask, terminated, truncated: any dtype, nonzero is True; [N], the last two also [S, 1] (the segment's last token).
         masked: what a masked token does to the recursion.
         bootstrap: the value after the end, [S, 1] or [N].
+        starts: a flag marks the first token of an episode, not the last.
         dtype: of the outputs.
     """
 
@@ -44,6 +46,7 @@ class Call:
     terminated: Tensor | None
     truncated: Tensor | None
     bootstrap: Tensor | None
+    starts: bool
     dtype: torch.dtype
 
     @property
@@ -60,6 +63,12 @@ class Call:
     def following(self) -> tuple[int, ...]:
         """Positions in `inputs` that the builder reads at the next step."""
         return tuple(self.estimator.inputs.index(name) for name in self.estimator.following)
+
+    @property
+    def continuation(self) -> int:
+        """Position in `inputs` of the one that is itself the value that follows its step; -1 if none is."""
+        name = self.estimator.continuation
+        return -1 if name is None else self.estimator.inputs.index(name)
 
 
 def is_per_segment(tensor: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,8 +9,10 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
+from .estimators import Estimator
 from .segments import Segments
 
+RATE_REMEDY = "pass a value in that range"
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _FLAGS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATS)
 
@@ -38,7 +39,9 @@ def check_option(op: str, name: str, value: object, allowed: Sequence[str]) -> N
 def check_dtype(op: str, dtype: torch.dtype | None) -> None:
     """Raise unless outputs can have `dtype`."""
     if dtype is not None and dtype not in FLOATS:
-        raise InputError(f"{op}: dtype must be one of {[str(d) for d in FLOATS]} or None, got {dtype!r}; leave it out for the inputs' dtype")
+        raise InputError(
+            f"{op}: dtype must be one of {[str(d) for d in FLOATS]} or None, got {dtype!r}; leave it out for the inputs' dtype"
+        )
 
 
 def resolve_layout(op: str, like: str, tensor: object, segments: Segments | None) -> Layout:
@@ -115,28 +118,34 @@ def resolve_flag(layout: Layout, name: str, flag: object, *, segment_form: bool)
     return _flat(flag)
 
 
-def resolve_end(layout: Layout, name: str, end: object, kind: str) -> Tensor | None:
-    """The value after the end (`Estimator.end` says which kind): None, [S, 1] or [N]."""
+def resolve_end(layout: Layout, entry: Estimator, end: object) -> Tensor | None:
+    """The value after the end, as `Estimator.end` has it: None, [S, 1] or [N]."""
     if end is None:
         return None
+    name = entry.end_name
+    if name is None:
+        raise InputError(f"{layout.op}: bootstrap must be None, got a tensor; this estimator takes the value that follows from its inputs")
     checked = check_floats(layout.op, name, end)
-    if kind == "none":
-        raise InputError(f"{layout.op}: {name} must be None, got a tensor; this estimator takes the value that follows from its inputs")
-    if kind == "initial" and checked.shape != (layout.segments,):
+    if entry.end == "initial" and checked.shape != (layout.segments,):
         raise InputError(f"{layout.op}: {name} must have shape [{layout.segments}], got {list(checked.shape)}; pass one entry per segment")
     return per_token_or_segment(layout, name, checked)
 
 
-def resolve_rate(layout: Layout, name: str, rate: object) -> float | Tensor:
-    """A gamma-like parameter: a number in [0, 1], [S, 1] or [N]."""
+def resolve_rate(layout: Layout, name: str, rate: object, largest: float = 1.0) -> float | Tensor:
+    """A gamma-like parameter: a number from 0 to `largest`, [S, 1] or [N]."""
     if isinstance(rate, Tensor):
         checked = check_floats(layout.op, name, rate)
         return per_token_or_segment(layout, name, checked.expand(layout.segments) if checked.dim() == 0 else checked)
     if isinstance(rate, bool) or not isinstance(rate, int | float):
         raise InputError(f"{layout.op}: {name} must be a number or a tensor, got {type(rate).__name__}; pass a float such as 0.99")
-    if not (math.isfinite(rate) and 0.0 <= rate <= 1.0):
-        raise InputError(f"{layout.op}: {name} must lie in [0, 1], got {rate}; pass a discount or trace parameter in that range")
+    if not 0.0 <= rate <= largest:
+        raise InputError(f"{layout.op}: {name} must lie in {interval(largest)}, got {rate}; {RATE_REMEDY}")
     return float(rate)
+
+
+def interval(largest: float) -> str:
+    """The range of a rate, as messages write it."""
+    return f"[0, {largest:g}]"
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from .call import Call, is_per_segment
-from .checks import Layout
+from .checks import RATE_REMEDY, Layout, interval
 from .errors import InputError
 
 
-def check_contents(layout: Layout, call: Call, rates: Mapping[str, Tensor], end_name: str) -> None:
-    """Raise unless boundaries are in order and every number that can reach a trainable token is finite (rates: in [0, 1]).
+def check_contents(layout: Layout, call: Call, rates: Mapping[str, Tensor]) -> None:
+    """Raise unless boundaries are in order and every number that can reach a trainable token is finite (rates: in their range).
 
-    `rates` maps the names of rates given as tensors to their resolved form; `end_name` is what the caller knows `call.bootstrap` as.
+    `rates` maps the names of rates given as tensors to their resolved form.
     """
     lengths = _segment_lengths(layout, call)
     used = torch.ones(call.tokens, dtype=torch.bool, device=layout.device)
@@ -24,14 +24,15 @@ def check_contents(layout: Layout, call: Call, rates: Mapping[str, Tensor], end_
     for name, tensor in zip(call.estimator.inputs, call.inputs, strict=True):
         _raise_where(layout, name, tensor, used & ~tensor.isfinite(), "must be finite at trainable tokens", "mask that token or mend it")
     for name, tensor in rates.items():
-        outside = ~((tensor >= 0) & (tensor <= 1))
+        largest = call.estimator.rates[name].largest
+        outside = ~((tensor >= 0) & (tensor <= largest))
         where = lengths.reshape(-1, 1) > 0 if is_per_segment(tensor) else used
-        _raise_where(layout, name, tensor, where & outside, "must lie in [0, 1]", "pass a discount or trace parameter in that range")
+        _raise_where(layout, name, tensor, where & outside, f"must lie in {interval(largest)}", RATE_REMEDY)
     if call.bootstrap is not None:
         where = _bootstrap_is_read(call, lengths)
         _raise_where(
             layout,
-            end_name,
+            call.estimator.end_name or "bootstrap",
             call.bootstrap,
             where & ~call.bootstrap.isfinite(),
             "must be finite where the segment does not terminate",

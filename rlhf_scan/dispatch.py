@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .call import BACKENDS, MASK_MODES, Call, channel_rates
+from .call import BACKENDS, BOUNDARIES, MASK_MODES, Call, channel_rates
 from .contents import check_contents
 from .errors import BackendError
 from .estimators import Estimator, estimator
@@ -59,24 +59,27 @@ def estimate(
     terminated: Tensor | None = None,
     truncated: Tensor | None = None,
     bootstrap: Tensor | None = None,
+    boundary: str = "ends_at",
     dtype: torch.dtype | None = None,
     backend: str = "auto",
     validate: str = "shapes",
     op: str | None = None,
-    end_name: str = "bootstrap",
 ) -> tuple[Tensor, ...]:
-    """Run the estimator `name`; every public function and every engine ends here. `op` and `end_name` are what messages call things."""
+    """Run the estimator `name`; every public function and every engine ends here. `bootstrap` is its value after the end, whatever it calls
+    it; `op` is what messages call the estimator.
+    """
     op = op or name
     entry = estimator(name)
     checks.check_option(op, "backend", backend, BACKENDS)
     checks.check_option(op, "masked", masked, MASK_MODES)
+    checks.check_option(op, "boundary", boundary, BOUNDARIES)
     checks.check_option(op, "validate", validate, ("shapes", "full"))
     checks.check_dtype(op, dtype)
     layout = checks.resolve_layout(op, entry.inputs[0], tensors[entry.inputs[0]], segments)
     inputs = [checks.per_token(layout, key, tensors[key]) for key in entry.inputs]
     resolved = {
-        key: None if rates[key] is None and default is None else checks.resolve_rate(layout, key, rates[key])
-        for key, default in entry.rates.items()
+        key: None if rates[key] is None and rate.default is None else checks.resolve_rate(layout, key, rates[key], rate.largest)
+        for key, rate in entry.rates.items()
     }
     call = Call(
         estimator=entry,
@@ -89,12 +92,13 @@ def estimate(
         masked=masked,
         terminated=checks.resolve_flag(layout, "terminated", terminated, segment_form=True),
         truncated=checks.resolve_flag(layout, "truncated", truncated, segment_form=True),
-        bootstrap=checks.resolve_end(layout, end_name, bootstrap, entry.end),
+        bootstrap=checks.resolve_end(layout, entry, bootstrap),
+        starts=boundary == "starts_at",
         dtype=dtype or _output_dtype(inputs),
     )
     chosen = choose_backend(backend, layout.device)
     if validate == "full":
-        check_contents(layout, call, {key: rate for key, rate in resolved.items() if isinstance(rate, Tensor)}, end_name)
+        check_contents(layout, call, {key: rate for key, rate in resolved.items() if isinstance(rate, Tensor)})
     outputs = _through_op(call, list(resolved.values()), chosen)
     return tuple(output.reshape(layout.shape) for output in outputs)
 
@@ -108,7 +112,7 @@ def _output_dtype(inputs: Sequence[Tensor]) -> torch.dtype:
 
 _SCHEMA = (
     "estimate(str name, Tensor[] inputs, Tensor?[] rate_tensors, float[] rate_numbers, int segments, int? length, Tensor? cu_seqlens, "
-    "Tensor? mask, str masked, Tensor? terminated, Tensor? truncated, Tensor? bootstrap, ScalarType dtype, str backend) -> Tensor[]"
+    "Tensor? mask, str masked, Tensor? terminated, Tensor? truncated, Tensor? bootstrap, bool starts, ScalarType dtype, str backend) -> Tensor[]"
 )
 _library = torch.library.Library("rlhf_scan", "DEF")
 _library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
@@ -129,6 +133,7 @@ def _through_op(call: Call, rates: Sequence[float | Tensor | None], backend: str
         call.terminated,
         call.truncated,
         call.bootstrap,
+        call.starts,
         call.dtype,
         backend,
     )
@@ -147,6 +152,7 @@ def _estimate_op(
     terminated: Tensor | None,
     truncated: Tensor | None,
     bootstrap: Tensor | None,
+    starts: bool,
     dtype: torch.dtype,
     backend: str,
 ) -> list[Tensor]:
@@ -169,6 +175,7 @@ def _estimate_op(
         terminated=terminated,
         truncated=truncated,
         bootstrap=bootstrap,
+        starts=starts,
         dtype=dtype,
     )
     return backend_module(backend).run(call)

@@ -18,7 +18,7 @@ from .dispatch import choose_backend
 from .engine import LocalEngine
 from .errors import BackendError
 from .estimators import Estimator, served
-from .requests import CreditRequest, tensor_names
+from .requests import CreditRequest
 from .rollout import device_for, on_device
 from .version import __version__
 
@@ -103,17 +103,19 @@ def _samples(entry: Estimator) -> Iterator[CreditRequest]:
     generator = torch.Generator().manual_seed(0)
     for masked in MASK_MODES:
         rates = dict.fromkeys(entry.rates, 0.9)
-        yield CreditRequest(entry.name, _tensors(entry, (3, 17), 3, generator), {"masked": masked, **rates})
+        option = {"masked": masked} if "mask" in entry.takes else {}
+        yield CreditRequest(entry.name, _tensors(entry, (3, 17), 3, generator), {**option, **rates})
         pack = _tensors(entry, (40,), 4, generator)
-        yield CreditRequest(entry.name, {**pack, "cu_seqlens": torch.tensor([0, 1, 1, 23, 40])}, {"masked": masked})
+        yield CreditRequest(entry.name, {**pack, "cu_seqlens": torch.tensor([0, 1, 1, 23, 40])}, option)
 
 
 def _tensors(entry: Estimator, shape: tuple[int, ...], segments: int, generator: torch.Generator) -> dict[str, Tensor]:
     tensors = {name: torch.randn(shape, generator=generator) for name in entry.inputs}
     for name, share in (("mask", 0.8), ("terminated", 0.1), ("truncated", 0.1)):
-        tensors[name] = torch.rand(shape, generator=generator) < share
-    if "bootstrap" in tensor_names(entry):
-        tensors["bootstrap"] = torch.randn(segments, generator=generator)
+        if name in entry.takes:
+            tensors[name] = torch.rand(shape, generator=generator) < share
+    if entry.end_name is not None:
+        tensors[entry.end_name] = torch.randn(segments, generator=generator)
     return tensors
 
 

@@ -1,9 +1,9 @@
 """What rlhf_scan raises.
 
-    RlhfScanError
-    +-- InputError (also ValueError)   an argument is wrong; the message names it, what it must be, what it was, what to do
-    +-- BackendError                   a backend cannot run here; the message says why and what to install or choose
-    +-- EngineError                    a remote engine (Ray, HTTP) could not do the work
+RlhfScanError
++-- InputError (also ValueError)   an argument is wrong; the message names it, what it must be, what it was, what to do
++-- BackendError                   a backend cannot run here; the message says why and what to install or choose
++-- EngineError                    a remote engine (Ray, HTTP) could not do the work
 """
 
 

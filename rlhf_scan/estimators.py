@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from . import coefficients, naive
 from .errors import InputError
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A gamma-like parameter: a number, a tensor per segment or one per token, from 0 to `largest`.
+
+    Attributes:
+        default: where it is not given; None: it then plays no part.
+        largest: upper end of its range.
+        meaning: in a few words, with its unit.
+    """
+
+    default: float | None
+    largest: float = 1.0
+    meaning: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,15 +35,19 @@ class Estimator:
         summary: its recurrence in one line.
         inputs: token-level tensors, in the order in which builder and naive loop take them.
         outputs: names of the results, in order.
-        rates: gamma-like parameters and their defaults, each a number in [0, 1], a tensor per segment or one per token; None is "not given".
         channels: for each scan that shares the inputs, the rates its builder takes. A channel with a rate that is None is not run; its
             results are then the first channel's.
         coefficients: the builder, see `rlhf_scan.coefficients`.
         results: turns the solved channels into the outputs.
         naive: the definition, a plain loop over the steps of one segment, see `rlhf_scan.naive`.
-        following: the inputs whose value at the next step the builder reads; `bootstrap` stands in where the segment ends.
-        end: what follows the last step. "value": `bootstrap` stands in for the inputs in `following`. "carry": it is the x that follows.
-            "initial": likewise, but only per segment, where the scan starts. "none": no bootstrap is taken.
+        rates: its gamma-like parameters.
+        following: the inputs whose value at the next step the builder reads; the value after the end stands in where the segment ends.
+        continuation: an input that is itself the value that follows its step (as E[Q] is), also where the segment ends, unless it
+            terminates there; the builder gets it as the last of `following`, 0 where it terminates.
+        end: what `bootstrap` is. "value": it stands in for the inputs in `following`. "carry": it is also the x that follows the last step.
+            "initial": the x before the first step, called `initial`, per segment only. "none": none is taken.
+        takes: which of mask, terminated, truncated it takes.
+        starts: whether `boundary="starts_at"` may say that a flag marks the first token of an episode, not its last.
         reverse: backward in time.
         served: whether requests (CLI, HTTP, Ray) may name it.
     """
@@ -40,11 +60,19 @@ class Estimator:
     coefficients: Callable[..., Any]
     results: Callable[..., Any]
     naive: Callable[..., Any]
-    rates: Mapping[str, float | None] = field(default_factory=dict)
+    rates: Mapping[str, Rate] = field(default_factory=dict)
     following: tuple[str, ...] = ()
+    continuation: str | None = None
     end: str = "value"
+    takes: tuple[str, ...] = ("mask", "terminated", "truncated")
+    starts: bool = False
     reverse: bool = True
     served: bool = True
+
+    @property
+    def end_name(self) -> str | None:
+        """What the value after the end is called among its arguments."""
+        return {"value": "bootstrap", "carry": "bootstrap", "initial": "initial"}.get(self.end)
 
 
 _REGISTRY: dict[str, Estimator] = {}
@@ -76,13 +104,17 @@ def served() -> Iterator[Estimator]:
     return (entry for entry in _REGISTRY.values() if entry.served)
 
 
+_GAMMA = Rate(1.0, meaning="discount per step")
+_LAM = Rate(0.95, meaning="trace parameter per step")
+_LOGPROBS = ("behavior_logprobs", "target_logprobs")
+
 register(
     Estimator(
         name="gae",
         summary="A_t = delta_t + gamma * lam * A_{t+1}, delta_t = r_t + gamma * V_{t+1} - V_t; returns = A_t + V_t",
         inputs=("rewards", "values"),
         outputs=("advantages", "returns"),
-        rates={"gamma": 1.0, "lam": 0.95, "lam_value": None},
+        rates={"gamma": _GAMMA, "lam": _LAM, "lam_value": Rate(None, meaning="trace parameter of the returns alone")},
         channels=(("gamma", "lam"), ("gamma", "lam_value")),
         coefficients=coefficients.gae_coefficients,
         results=coefficients.gae_results,
@@ -96,12 +128,98 @@ register(
         summary="G_t = r_t + gamma * G_{t+1}",
         inputs=("rewards",),
         outputs=("returns",),
-        rates={"gamma": 1.0},
+        rates={"gamma": _GAMMA},
         channels=(("gamma",),),
         coefficients=coefficients.discounted_returns_coefficients,
         results=coefficients.scanned_results,
         naive=naive.discounted_returns,
         end="carry",
+    )
+)
+register(
+    Estimator(
+        name="lambda_returns",
+        summary="G_t = r_t + gamma * ((1 - lam) * V_{t+1} + lam * G_{t+1})",
+        inputs=("rewards", "values"),
+        outputs=("returns",),
+        rates={"gamma": _GAMMA, "lam": _LAM},
+        channels=(("gamma", "lam"),),
+        coefficients=coefficients.lambda_returns_coefficients,
+        results=coefficients.scanned_results,
+        naive=naive.lambda_returns,
+        following=("values",),
+        end="carry",
+    )
+)
+register(
+    Estimator(
+        name="vtrace",
+        summary="target_t = V_t + rho_t * delta_t + gamma * lam * c_t * (target_{t+1} - V_{t+1}), rho = min(rho_bar, ratio), c = min(c_bar, ratio)",
+        inputs=("rewards", "values", *_LOGPROBS),
+        outputs=("targets", "advantages"),
+        rates={
+            "gamma": _GAMMA,
+            "lam": Rate(1.0, meaning="trace parameter per step"),
+            "rho_bar": Rate(1.0, math.inf, "largest importance ratio in delta and advantage"),
+            "c_bar": Rate(1.0, math.inf, "largest importance ratio in the trace"),
+        },
+        channels=(("gamma", "lam", "rho_bar", "c_bar"),),
+        coefficients=coefficients.vtrace_coefficients,
+        results=coefficients.vtrace_results,
+        naive=naive.vtrace,
+        following=("values",),
+    )
+)
+register(
+    Estimator(
+        name="retrace",
+        summary="target_t = r_t + gamma * E[Q(s_{t+1}, .)] + gamma * lam * c_{t+1} * (target_{t+1} - Q_{t+1}), c = min(c_bar, ratio)",
+        inputs=("rewards", "q_values", "expected_next_q", *_LOGPROBS),
+        outputs=("targets", "advantages"),
+        rates={
+            "gamma": _GAMMA,
+            "lam": Rate(1.0, meaning="trace parameter per step"),
+            "c_bar": Rate(1.0, math.inf, "largest importance ratio in the trace"),
+            "rho_bar": Rate(1.0, math.inf, "largest importance ratio in the advantage"),
+        },
+        channels=(("gamma", "lam", "c_bar", "rho_bar"),),
+        coefficients=coefficients.retrace_coefficients,
+        results=coefficients.retrace_results,
+        naive=naive.retrace,
+        following=("q_values", *_LOGPROBS),
+        continuation="expected_next_q",
+        end="none",
+    )
+)
+register(
+    Estimator(
+        name="eligibility_traces",
+        summary="e_t = x_t + gamma * lam * e_{t-1}",
+        inputs=("inputs",),
+        outputs=("traces",),
+        rates={"gamma": _GAMMA, "lam": _LAM},
+        channels=(("gamma", "lam"),),
+        coefficients=coefficients.eligibility_traces_coefficients,
+        results=coefficients.scanned_results,
+        naive=naive.eligibility_traces,
+        end="initial",
+        reverse=False,
+    )
+)
+register(
+    Estimator(
+        name="episodic_cumsum",
+        summary="s_t = x_t + s_{t-1}, from 0 in each episode",
+        inputs=("inputs",),
+        outputs=("sums",),
+        channels=((),),
+        coefficients=coefficients.episodic_cumsum_coefficients,
+        results=coefficients.scanned_results,
+        naive=naive.episodic_cumsum,
+        end="initial",
+        takes=("terminated",),
+        starts=True,
+        reverse=False,
     )
 )
 for _name, _reverse in (("linear_scan", False), ("linear_scan_reverse", True)):
@@ -116,6 +234,7 @@ for _name, _reverse in (("linear_scan", False), ("linear_scan_reverse", True)):
             results=coefficients.scanned_results,
             naive=naive.linear_scan,
             end="initial",
+            takes=(),
             reverse=_reverse,
             served=False,
         )

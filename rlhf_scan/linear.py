@@ -59,7 +59,6 @@ class _LinearScan(torch.autograd.Function):
             backend=backend,
             validate=validate,
             op="linear_scan",
-            end_name="initial",
         )
         ctx.save_for_backward(b, initial, x)
         ctx.options = reverse, segments, backend

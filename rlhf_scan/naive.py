@@ -1,4 +1,4 @@
-"""The definitions: one plain float64 loop per estimator over the steps of one segment. Slow on purpose; everything is checked against these.
+"""The definitions: one plain float64 loop per estimator over the steps of one segment. Slow on purpose; all else is checked against these.
 
 A naive loop takes `steps` in the order of the scan (backward in time: the last token first), then the estimator's inputs and rates as
 sequences indexed by token, and returns one ``{token: number}`` per output. See `Step` for what a boundary means.
@@ -6,10 +6,12 @@ sequences indexed by token, and returns one ``{token: number}`` per output. See 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 Tokens = Mapping[int, float] | Sequence[float]
+Numbers = dict[int, float]
 
 
 @dataclass(frozen=True)
@@ -20,19 +22,26 @@ class Step:
         token: where it is.
         next: the token of the step taken just before in scan order, x_next(t)'s; None where the segment ends.
         end: where it ends, the value that follows: 0 after a terminated token, else the bootstrap or 0.
+        terminated: whether it ends because the episode terminates.
     """
 
     token: int
     next: int | None
     end: float
+    terminated: bool
+
+
+def carried(b: float, x_next: float) -> float:
+    """b * x_next; where nothing follows (0) nothing is carried, whatever b is."""
+    return b * x_next if x_next else 0.0
 
 
 def gae(
     steps: Sequence[Step], rewards: Tokens, values: Tokens, *, gamma: Tokens, lam: Tokens, lam_value: Tokens | None
-) -> tuple[dict[int, float], dict[int, float]]:
+) -> tuple[Numbers, Numbers]:
     """A_t = delta_t + gamma * lam * A_{t+1},  delta_t = r_t + gamma * V_{t+1} - V_t;  returns = A_t + V_t (Schulman et al. 2016)."""
-    advantages: dict[int, float] = {}
-    value_advantages: dict[int, float] = {}
+    advantages: Numbers = {}
+    value_advantages: Numbers = {}
     for step in steps:
         t = step.token
         if step.next is None:
@@ -46,24 +55,110 @@ def gae(
     return advantages, {t: value_advantages[t] + values[t] for t in value_advantages}
 
 
-def discounted_returns(steps: Sequence[Step], rewards: Tokens, *, gamma: Tokens) -> tuple[dict[int, float]]:
+def discounted_returns(steps: Sequence[Step], rewards: Tokens, *, gamma: Tokens) -> tuple[Numbers]:
     """G_t = r_t + gamma * G_{t+1}."""
-    returns: dict[int, float] = {}
+    returns: Numbers = {}
     for step in steps:
         following = step.end if step.next is None else returns[step.next]
         returns[step.token] = rewards[step.token] + carried(gamma[step.token], following)
     return (returns,)
 
 
-def linear_scan(steps: Sequence[Step], a: Tokens, b: Tokens) -> tuple[dict[int, float]]:
+def lambda_returns(steps: Sequence[Step], rewards: Tokens, values: Tokens, *, gamma: Tokens, lam: Tokens) -> tuple[Numbers]:
+    """G_t = r_t + gamma * ((1 - lam) * V_{t+1} + lam * G_{t+1}), the value that follows an end being both (Sutton & Barto 2018, 12.1)."""
+    returns: Numbers = {}
+    for step in steps:
+        t = step.token
+        if step.next is None:
+            returns[t] = rewards[t] + gamma[t] * step.end
+        else:
+            returns[t] = rewards[t] + gamma[t] * ((1 - lam[t]) * values[step.next] + lam[t] * returns[step.next])
+    return (returns,)
+
+
+def ratio(behavior_logprob: float, target_logprob: float) -> float:
+    """pi(a | s) / mu(a | s), its logarithm cut at 20."""
+    return math.exp(min(target_logprob - behavior_logprob, 20.0))
+
+
+def vtrace(
+    steps: Sequence[Step],
+    rewards: Tokens,
+    values: Tokens,
+    behavior_logprobs: Tokens,
+    target_logprobs: Tokens,
+    *,
+    gamma: Tokens,
+    lam: Tokens,
+    rho_bar: Tokens,
+    c_bar: Tokens,
+) -> tuple[Numbers, Numbers]:
+    """v_t = V_t + rho_t * delta_t + gamma * lam * c_t * (v_{t+1} - V_{t+1});  advantages rho_t * (r_t + gamma * v_{t+1} - V_t) (Espeholt 2018)."""
+    targets: Numbers = {}
+    advantages: Numbers = {}
+    for step in steps:
+        t = step.token
+        weight = ratio(behavior_logprobs[t], target_logprobs[t])
+        rho, c = min(rho_bar[t], weight), min(c_bar[t], weight)
+        next_value = step.end if step.next is None else values[step.next]
+        next_target = step.end if step.next is None else targets[step.next]
+        delta = rho * (rewards[t] + gamma[t] * next_value - values[t])
+        targets[t] = values[t] + delta + gamma[t] * lam[t] * c * (next_target - next_value)
+        advantages[t] = rho * (rewards[t] + gamma[t] * next_target - values[t])
+    return targets, advantages
+
+
+def retrace(
+    steps: Sequence[Step],
+    rewards: Tokens,
+    q_values: Tokens,
+    expected_next_q: Tokens,
+    behavior_logprobs: Tokens,
+    target_logprobs: Tokens,
+    *,
+    gamma: Tokens,
+    lam: Tokens,
+    c_bar: Tokens,
+    rho_bar: Tokens,
+) -> tuple[Numbers, Numbers]:
+    """T_t = r_t + gamma * E_t + gamma * lam * c_{t+1} * (T_{t+1} - Q_{t+1});  advantages rho_t * (r_t + gamma * T_{t+1} - Q_t) (Munos 2016)."""
+    targets: Numbers = {}
+    advantages: Numbers = {}
+    for step in steps:
+        t = step.token
+        expected = 0.0 if step.terminated else expected_next_q[t]
+        targets[t] = rewards[t] + gamma[t] * expected
+        next_target = expected
+        if step.next is not None:
+            next_target = targets[step.next]
+            c = min(c_bar[t], ratio(behavior_logprobs[step.next], target_logprobs[step.next]))
+            targets[t] += gamma[t] * lam[t] * c * (next_target - q_values[step.next])
+        rho = min(rho_bar[t], ratio(behavior_logprobs[t], target_logprobs[t]))
+        advantages[t] = rho * (rewards[t] + gamma[t] * next_target - q_values[t])
+    return targets, advantages
+
+
+def eligibility_traces(steps: Sequence[Step], inputs: Tokens, *, gamma: Tokens, lam: Tokens) -> tuple[Numbers]:
+    """e_t = x_t + gamma * lam * e_{t-1} (Sutton & Barto 2018, 12.2)."""
+    traces: Numbers = {}
+    for step in steps:
+        before = step.end if step.next is None else traces[step.next]
+        traces[step.token] = inputs[step.token] + carried(gamma[step.token] * lam[step.token], before)
+    return (traces,)
+
+
+def episodic_cumsum(steps: Sequence[Step], inputs: Tokens) -> tuple[Numbers]:
+    """s_t = x_t + s_{t-1}."""
+    sums: Numbers = {}
+    for step in steps:
+        sums[step.token] = inputs[step.token] + (step.end if step.next is None else sums[step.next])
+    return (sums,)
+
+
+def linear_scan(steps: Sequence[Step], a: Tokens, b: Tokens) -> tuple[Numbers]:
     """x_t = a_t + b_t * x_next."""
-    x: dict[int, float] = {}
+    x: Numbers = {}
     for step in steps:
         t = step.token
         x[t] = a[t] + carried(b[t], step.end if step.next is None else x[step.next])
     return (x,)
-
-
-def carried(b: float, x_next: float) -> float:
-    """b * x_next, where nothing follows (0) nothing is carried, whatever b is."""
-    return b * x_next if x_next else 0.0

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import MASK_MODES
+from .call import BOUNDARIES, MASK_MODES
 from .checks import FLOATS, check_option
 from .errors import InputError
 from .estimators import Estimator, estimator
@@ -46,13 +46,19 @@ class CreditResult:
 
 def tensor_names(entry: Estimator) -> tuple[str, ...]:
     """Every tensor that a request for `entry` may hold."""
-    optional = ("mask", "terminated", "truncated") + (("bootstrap",) if entry.end in ("value", "carry") else ())
-    return (*entry.inputs, *optional, *entry.rates, *LAYOUTS)
+    end = () if entry.end_name is None else (entry.end_name,)
+    return (*entry.inputs, *entry.takes, *end, *entry.rates, *LAYOUTS)
 
 
 def param_names(entry: Estimator) -> tuple[str, ...]:
     """Every parameter that a request for `entry` may hold."""
-    return (*entry.rates, "masked", "dtype")
+    return (*entry.rates, *options(entry), "dtype")
+
+
+def options(entry: Estimator) -> dict[str, tuple[str, ...]]:
+    """Which words each option of `entry` may be; the first is the default."""
+    masked = {"masked": MASK_MODES} if "mask" in entry.takes else {}
+    return masked | ({"boundary": BOUNDARIES} if entry.starts else {})
 
 
 def parse_params(op: str, strings: Mapping[str, str]) -> dict[str, Any]:
@@ -74,17 +80,19 @@ def estimate_arguments(request: CreditRequest) -> dict[str, Any]:
     twice = sorted(set(request.tensors) & set(request.params))
     if twice:
         raise InputError(f"{op}: {twice[0]} must be given once, got a tensor and a parameter; drop one")
-    rates = {name: request.tensors.get(name, _rate(op, name, request.params, default)) for name, default in entry.rates.items()}
-    masked = request.params.get("masked", "skip")
-    check_option(op, "masked", masked, MASK_MODES)
+    rates = {name: request.tensors.get(name, _rate(op, name, request.params, rate.default)) for name, rate in entry.rates.items()}
+    chosen = {name: request.params.get(name, words[0]) for name, words in options(entry).items()}
+    for name, words in options(entry).items():
+        check_option(op, name, chosen[name], words)
     return {
         "name": op,
         "tensors": {name: request.tensors[name] for name in entry.inputs},
         "rates": rates,
         "segments": segments_of(request),
-        "masked": masked,
         "dtype": _dtype(op, request.params.get("dtype")),
-        **{name: request.tensors.get(name) for name in ("mask", "terminated", "truncated", "bootstrap")},
+        "bootstrap": request.tensors.get(entry.end_name or ""),
+        **chosen,
+        **{name: request.tensors.get(name) for name in ("mask", "terminated", "truncated")},
     }
 
 
@@ -128,8 +136,8 @@ def _parse_rate(op: str, name: str, text: str) -> float | None:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not math.isfinite(number):
-        raise InputError(f"{op}: {name} must be a number, got {text!r}; pass a value in [0, 1] such as 0.99")
+    if math.isnan(number):
+        raise InputError(f"{op}: {name} must be a number, got {text!r}; pass a value such as 0.99")
     return number
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from starlette.responses import Response
 
-from rlhf_scan.call import MASK_MODES
-from rlhf_scan.estimators import Estimator
-from rlhf_scan.requests import DTYPES, LAYOUTS, tensor_names
+from rlhf_scan.estimators import Estimator, Rate
+from rlhf_scan.requests import DTYPES, LAYOUTS, options, tensor_names
 
 from .formats import JSON, SAFETENSORS
 from .json_format import FLAGS
@@ -19,11 +19,13 @@ _MEANINGS = {
     "terminated": "Nonzero where the episode ends, per token, or per segment for its last token.",
     "truncated": "Nonzero where the episode is cut, per token, or per segment for its last token.",
     "bootstrap": "The value that follows: per segment, or per token (read at truncated and last tokens).",
+    "initial": "The value before the first step of each segment.",
     "cu_seqlens": "Cumulative sequence lengths of a pack: 0, then the end of each segment.",
     "lengths": "Length of each segment of a pack.",
     "position_ids": "Position of each token in its segment.",
     "segment_ids": "Id of each token's segment.",
     "masked": "What a masked token does to the recursion.",
+    "boundary": "Whether `terminated` marks the last token of an episode or the first.",
     "dtype": "Of the outputs; without it, that of the inputs.",
 }
 _ERRORS = {
@@ -60,9 +62,9 @@ def _content(json_schema: dict[str, Any], file_schema: dict[str, Any]) -> dict[s
 
 def _request(entry: Estimator) -> dict[str, Any]:
     tensors = _object({name: _tensor(entry, name) for name in tensor_names(entry)}, required=list(entry.inputs))
-    options: dict[str, dict[str, Any]] = {"masked": {"enum": list(MASK_MODES), "default": "skip"}, "dtype": {"enum": list(DTYPES)}}
-    params: dict[str, dict[str, Any]] = {name: _rate(default) for name, default in entry.rates.items()}
-    params |= {name: {**option, "description": _MEANINGS[name]} for name, option in options.items()}
+    params: dict[str, dict[str, Any]] = {name: _rate(rate) for name, rate in entry.rates.items()}
+    params |= {name: {"enum": list(words), "default": words[0], "description": _MEANINGS[name]} for name, words in options(entry).items()}
+    params["dtype"] = {"enum": list(DTYPES), "description": _MEANINGS["dtype"]}
     return _object({"tensors": tensors, "params": _object(params)}, required=["tensors"])
 
 
@@ -88,8 +90,9 @@ def _tensor(entry: Estimator, name: str) -> dict[str, Any]:
     return {**_numbers(kind), "description": _MEANINGS[name]}
 
 
-def _rate(default: float | None) -> dict[str, Any]:
-    return {"type": "number" if default is not None else ["number", "null"], "minimum": 0, "maximum": 1, "default": default}
+def _rate(rate: Rate) -> dict[str, Any]:
+    schema = {"type": "number" if rate.default is not None else ["number", "null"], "minimum": 0, "default": rate.default}
+    return {**schema, **({"maximum": rate.largest} if math.isfinite(rate.largest) else {}), "description": rate.meaning}
 
 
 def _numbers(kind: str | list[str]) -> dict[str, Any]:

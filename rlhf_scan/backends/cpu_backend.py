@@ -92,6 +92,7 @@ def _arguments(call: Call, bounds: Array, number: type[np.floating[Any]]) -> tup
         tuple(flag.reshape(-1) for flag in flags),
         tuple(_kind(flag) for flag in (call.mask, call.terminated, call.truncated, call.bootstrap)),
         MASK_MODES.index(call.masked),
+        call.starts,
         np.zeros(1, dtype=number) if call.bootstrap is None else _numbers(call.bootstrap.flatten(), number),
         bounds,
     )

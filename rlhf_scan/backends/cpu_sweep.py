@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -14,6 +15,7 @@ from numba import njit
 
 from ..call import MASK_MODES
 from ..estimators import Estimator
+from .formulas import compiled_formula
 
 SKIP, ZERO, KEEP = (MASK_MODES.index(mode) for mode in ("skip", "zero", "keep"))
 
@@ -29,14 +31,50 @@ def compiled_sweep(
 ) -> Callable[..., None]:
     """The sweep of `entry` in `number` arithmetic, for channels that take so many `rates` each.
 
-    Called as ``sweep(pieces, carries, outputs, inputs, rates, rate_kinds, flags, kinds, masked, bootstrap, bounds)`` it reads the carry that
+    Called as ``sweep(pieces, carries, outputs, inputs, rates, rate_kinds, flags, kinds, masked, starts, bootstrap, bounds)`` it reads the carry that
     enters each piece from `carries` and writes the outputs; an `aggregate` sweep writes to `carries` what each piece does to a carry.
     Kinds tell how a number is indexed: by nothing (0), segment (1) or token (2).
     """
     read = _reader(tuple(range(len(entry.inputs))))
-    coefficients = _coefficients(compiled(entry.coefficients), rates)
-    step = _step(coefficients, _reader(following), entry.end != "value", number, aggregate)
-    return _sweep(step, read, compiled(entry.results), len(entry.outputs), entry.reverse, number, aggregate)
+    coefficients, results = (compiled_formula(formula, _OWN, compiled) for formula in (entry.coefficients, entry.results))
+    read_following = _following(entry, following, number)
+    step = _step(_coefficients(coefficients, rates), read_following, entry.end in ("carry", "initial"), number, aggregate)
+    outputs = _outputs(results, _writer(len(entry.outputs)), _rate_reader(0, rates[0]))
+    return _sweep(step, read, outputs, entry.reverse, number, aggregate)
+
+
+@compiled
+def _minimum(x, y):
+    return min(x, y)
+
+
+@compiled
+def _exp(x):
+    return math.exp(x)
+
+
+_OWN = {"minimum": _minimum, "exp": _exp}
+
+
+def _following(entry: Estimator, following: tuple[int, ...], number: type) -> Any:
+    """(arrays, here, preceding, on, end, terminated) -> what the builder reads of the next step, `preceding`, or -1 where the segment ends."""
+    read, zero = _reader(following), number(0)
+    if entry.continuation is None:
+
+        @compiled
+        def without(arrays, here, preceding, on, end, terminated):
+            return read(arrays, preceding, preceding >= 0 and on, zero if preceding >= 0 else end)
+
+        return without
+    continuation = entry.inputs.index(entry.continuation)
+
+    @compiled
+    def with_continuation(arrays, here, preceding, on, end, terminated):
+        continues = preceding >= 0
+        value = zero if terminated and not continues else here[continuation]
+        return read(arrays, preceding, continues and on, zero if continues else value) + (value,)  # noqa: RUF005 numba has no unpacking
+
+    return with_continuation
 
 
 def _reader(indices: tuple[int, ...]) -> Any:
@@ -113,47 +151,49 @@ def _flagged(flag, kind, segment, t, last):
 
 
 @compiled
-def _ends_before(t, segment, first, last, flags, kinds, reverse):
+def _ends_before(t, segment, first, last, flags, kinds, direction):
     """Whether an end separates t from what precedes it in scan order: backward it is flagged at t, forward at the token before."""
+    reverse, starts = direction
     if t == (last if reverse else first):
         return True
-    at = t if reverse else t - 1
+    at = t if reverse or starts else t - 1
     return _flagged(flags[1], kinds[1], segment, at, last) or _flagged(flags[2], kinds[2], segment, at, last)
 
 
 @compiled
-def _end_value(t, segment, first, last, flags, kinds, bootstrap, reverse):
-    """The value that follows an end found by `_ends_before`."""
+def _end_at(t, segment, first, last, flags, kinds, bootstrap, direction):
+    """(-1, the value that follows, whether it terminates) for an end found by `_ends_before`."""
+    reverse, _ = direction
     absent = bootstrap.dtype.type(0)
     if reverse and _flagged(flags[1], kinds[1], segment, t, last):
-        return absent
+        return -1, absent, True
     if kinds[3] == 1 and t != (last if reverse else first):
-        return absent
-    return bootstrap[_index(kinds[3], segment, t)]
+        return -1, absent, False
+    return -1, bootstrap[_index(kinds[3], segment, t)], False
 
 
 @compiled
-def _plain(t, count, segment, first, last, flags, kinds, reverse):
+def _plain(t, count, segment, first, last, flags, kinds, direction):
     """How many of the `count` tokens from t on, in scan order, are trainable and follow no end."""
     if kinds[0] == 0 and kinds[1] == 0 and kinds[2] == 0:
         return count
     for i in range(count):
-        if (kinds[0] != 0 and not flags[0][t]) or _ends_before(t, segment, first, last, flags, kinds, reverse):
+        if (kinds[0] != 0 and not flags[0][t]) or _ends_before(t, segment, first, last, flags, kinds, direction):
             return i
-        t += -1 if reverse else 1
+        t += -1 if direction[0] else 1
     return count
 
 
 @compiled
-def _precedes(t, count, segment, first, last, flags, kinds, masked, bootstrap, reverse):
-    """What a piece that starts beside t, `count` tokens into the segment's scan, finds there: (token of the step or -1, value after the end)."""
+def _precedes(t, count, segment, first, last, flags, kinds, masked, bootstrap, direction):
+    """What a piece finds beside it, where the scan has taken `count` tokens, the last at t: (the step or -1, value after the end, terminated)."""
     for _ in range(count):
         if kinds[0] == 0 or masked != SKIP or flags[0][t]:
-            return t, bootstrap.dtype.type(0)
-        if _ends_before(t, segment, first, last, flags, kinds, reverse):
-            return -1, _end_value(t, segment, first, last, flags, kinds, bootstrap, reverse)
-        t += 1 if reverse else -1
-    return -1, bootstrap.dtype.type(0)
+            return t, bootstrap.dtype.type(0), False
+        if _ends_before(t, segment, first, last, flags, kinds, direction):
+            return _end_at(t, segment, first, last, flags, kinds, bootstrap, direction)
+        t += 1 if direction[0] else -1
+    return -1, bootstrap.dtype.type(0), False
 
 
 def _step(coefficients: Any, read_following: Any, end_is_carry: bool, number: type, aggregate: bool) -> Any:
@@ -161,59 +201,72 @@ def _step(coefficients: Any, read_following: Any, end_is_carry: bool, number: ty
     zero, tiny = number(0), np.finfo(number).tiny
 
     @compiled
-    def step(t, here, preceding, end, on_preceding, state, inputs, rates, rate_kinds, segment):
+    def step(t, here, end, on_preceding, state, inputs, rates, rate_kinds, segment):
         x, y, decay_x, decay_y = state
-        continues = preceding >= 0
-        following = read_following(inputs, preceding, continues and on_preceding, zero if continues else end)
+        preceding, value, terminated = end
+        following = read_following(inputs, here, preceding, on_preceding, value, terminated)
         (a, b), (c, d) = coefficients(here, following, rates, rate_kinds, segment, t)
-        if continues:
+        if preceding >= 0:
             if aggregate:
                 decay_x, decay_y = _flushed(number(b * decay_x), tiny), _flushed(number(d * decay_y), tiny)
-            return number(a + b * x), number(c + d * y), decay_x, decay_y
+            return (number(a + b * x), number(c + d * y), decay_x, decay_y), following, (x, y)
         # Where nothing follows (0), nothing is carried, whatever b is.
-        if end_is_carry and end != zero:
-            return number(a + b * end), number(c + d * end), zero, zero
-        return number(a), number(c), zero, zero
+        if end_is_carry and value != zero:
+            return (number(a + b * value), number(c + d * value), zero, zero), following, (zero, zero)
+        return (number(a), number(c), zero, zero), following, (zero, zero)
 
     return step
 
 
-def _sweep(step: Any, read: Any, results: Any, outputs: int, reverse: bool, number: type, aggregate: bool) -> Any:
+def _outputs(results: Any, write: Any, read_rates: Any) -> Any:
+    """Write the results of one step."""
+
+    @compiled
+    def outputs(arrays, t, on, here, following, state, next_x, rates, rate_kinds, segment):
+        write(arrays, t, on, results(here, following, (state[0], state[1]), next_x, read_rates(rates, rate_kinds, segment, t)))
+
+    return outputs
+
+
+def _sweep(step: Any, read: Any, write: Any, reverse: bool, number: type, aggregate: bool) -> Any:
     """The loop over a piece's tokens, in the order of the scan."""
     zero, one = number(0), number(1)
-    write = _writer(outputs)
     forward = -1 if reverse else 1
 
     @njit(nogil=True, **_OPTIONS)
-    def sweep(pieces, carries, outputs, inputs, rates, rate_kinds, flags, kinds, masked, bootstrap, bounds):
+    def sweep(pieces, carries, outputs, inputs, rates, rate_kinds, flags, kinds, masked, starts, bootstrap, bounds):
+        direction = (reverse, starts)
         for row in range(len(pieces)):
-            piece, segment, begin, end = pieces[row, 0], pieces[row, 1], pieces[row, 2], pieces[row, 3]
+            piece, segment, begin, stop = pieces[row, 0], pieces[row, 1], pieces[row, 2], pieces[row, 3]
             first, last = bounds[segment], bounds[segment + 1] - 1
-            beside, count = (end, last + 1 - end) if reverse else (begin - 1, begin - first)
-            preceding, value = _precedes(beside, count, segment, first, last, flags, kinds, masked, bootstrap, reverse)
-            state = (carries[piece, 0], carries[piece, 1], one, one)
-            t, left = (end - 1 if reverse else begin), end - begin
+            beside, count = (stop, last + 1 - stop) if reverse else (begin - 1, begin - first)
+            end = _precedes(beside, count, segment, first, last, flags, kinds, masked, bootstrap, direction)
+            state, next_x = (carries[piece, 0], carries[piece, 1], one, one), (zero, zero)
+            t, left = (stop - 1 if reverse else begin), stop - begin
+            here = read(inputs, t, False, zero)
+            following = step(t, here, (-1, zero, False), False, state, inputs, rates, rate_kinds, segment)[1]
             while left > 0:
-                if _ends_before(t, segment, first, last, flags, kinds, reverse):
-                    preceding, value = -1, _end_value(t, segment, first, last, flags, kinds, bootstrap, reverse)
+                if _ends_before(t, segment, first, last, flags, kinds, direction):
+                    end = _end_at(t, segment, first, last, flags, kinds, bootstrap, direction)
                 trainable = kinds[0] == 0 or flags[0][t]
-                here = read(inputs, t, trainable or masked == KEEP, zero)
                 if trainable or masked != SKIP:
-                    on_preceding = kinds[0] == 0 or masked != ZERO or flags[0][max(preceding, 0)]
-                    state = step(t, here, preceding, value, on_preceding, state, inputs, rates, rate_kinds, segment)
-                    preceding = t
+                    here = read(inputs, t, trainable or masked == KEEP, zero)
+                    on_preceding = kinds[0] == 0 or masked != ZERO or flags[0][max(end[0], 0)]
+                    state, following, next_x = step(t, here, end, on_preceding, state, inputs, rates, rate_kinds, segment)
+                    end = (t, zero, False)
                 if not aggregate:
-                    write(outputs, t, trainable, results(here, (state[0], state[1])))
+                    write(outputs, t, trainable, here, following, state, next_x, rates, rate_kinds, segment)
                 t, left = t + forward, left - 1
                 # The common case, tokens that nothing sets apart from the one before, in a loop without a branch.
-                plain = _plain(t, left, segment, first, last, flags, kinds, reverse) if trainable and preceding == t - forward else 0
+                plain = _plain(t, left, segment, first, last, flags, kinds, direction) if trainable and end[0] == t - forward else 0
                 for t in range(t, t + plain * forward, forward):  # noqa: B020
                     here = read(inputs, t, True, zero)
-                    state = step(t, here, t - forward, zero, True, state, inputs, rates, rate_kinds, segment)
+                    end = (t - forward, zero, False)
+                    state, following, next_x = step(t, here, end, True, state, inputs, rates, rate_kinds, segment)
                     if not aggregate:
-                        write(outputs, t, True, results(here, (state[0], state[1])))
+                        write(outputs, t, True, here, following, state, next_x, rates, rate_kinds, segment)
                 if plain > 0:
-                    preceding, t, left = t, t + forward, left - plain
+                    end, t, left = (t, zero, False), t + forward, left - plain
             if aggregate:
                 carries[piece, 0], carries[piece, 1], carries[piece, 2], carries[piece, 3] = state
 

@@ -42,26 +42,27 @@ def _steps(call: Call, segment: int, start: int, stop: int, trainable: list[bool
     order = range(stop - 1, start - 1, -1) if call.estimator.reverse else range(start, stop)
     steps: list[Step] = []
     following: int | None = None
-    end = 0.0
+    end, terminated = 0.0, False
     for token in order:
         edge = token == order[0]
         if edge or _ends_before(call, token, segment, stop):
-            following, end = None, _end_value(call, token, segment, stop, edge)
+            terminated = call.estimator.reverse and _flag(call.terminated, token, segment, stop)
+            following, end = None, 0.0 if terminated else _end_value(call, token, segment, edge)
         if trainable[token] or call.masked != "skip":
-            steps.append(Step(token, following, end))
-            following = token
+            steps.append(Step(token, following, end, terminated))
+            following, end, terminated = token, 0.0, False
     return steps
 
 
 def _ends_before(call: Call, token: int, segment: int, stop: int) -> bool:
-    """Whether an episode's end separates `token` from what precedes it in scan order: backward it is flagged at the token, forward before it."""
-    at = token if call.estimator.reverse else token - 1
+    """Whether an end separates `token` from what precedes it in scan order: backward it is flagged at the token, forward before it."""
+    at = token if call.estimator.reverse or call.starts else token - 1
     return _flag(call.terminated, at, segment, stop) or _flag(call.truncated, at, segment, stop)
 
 
-def _end_value(call: Call, token: int, segment: int, stop: int, edge: bool) -> float:
-    """The value that follows where the segment ends (forward: that precedes where it starts)."""
-    if call.bootstrap is None or (call.estimator.reverse and _flag(call.terminated, token, segment, stop)):
+def _end_value(call: Call, token: int, segment: int, edge: bool) -> float:
+    """The value that follows where the segment ends without terminating (forward: that precedes where it starts)."""
+    if call.bootstrap is None:
         return 0.0
     if is_per_segment(call.bootstrap):
         return float(call.bootstrap[segment]) if edge else 0.0

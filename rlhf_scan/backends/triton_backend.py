@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,7 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..call import MASK_MODES, Call, Rate, is_per_segment
-from . import tiles, triton_scan
+from . import tiles, triton_carry, triton_scan, triton_steps
+from .formulas import compiled_formula
+
+# Places within a launch are int32 below this many tokens (a tile may reach past the last one), int64 above.
+_INT32_TOKENS = 2**31 - 2 * tiles.WIDTH
 
 
 def why_not(device: torch.device) -> str | None:
@@ -73,8 +78,8 @@ def _launch(
     word = torch.int64 if call.compute_dtype == torch.float64 else torch.int32
     carries = None
     if tiled:
-        words = slots * len(call.rates) * triton_scan.CARRY_WORDS.value
-        carries = torch.full((words,), triton_scan.UNSET.value, dtype=word, device=outputs[0].device)
+        words = slots * len(call.rates) * triton_carry.CARRY_WORDS.value
+        carries = torch.full((words,), triton_carry.UNSET.value, dtype=word, device=outputs[0].device)
     triton_scan.scan_tiles[(grid,)](
         outputs=tuple(outputs),
         bounds=where[0],
@@ -113,9 +118,12 @@ def _arguments(call: Call) -> dict[str, Any]:
         "FOLLOWING": call.following,
         "FLAGS": tuple(_kind(flag) for flag in flags),
         "BOOTSTRAP": _kind(call.bootstrap),
-        "END_IS_CARRY": call.estimator.end != "value",
-        "MASKED": triton_scan.NO_MASK.value if call.mask is None else MASK_MODES.index(call.masked),
+        "CONTINUATION": call.continuation,
+        "END_IS_CARRY": call.estimator.end in ("carry", "initial"),
+        "MASKED": triton_steps.NO_MASK.value if call.mask is None else MASK_MODES.index(call.masked),
         "REVERSE": call.estimator.reverse,
+        "STARTS": call.starts,
+        "INDEX": tl.int64 if call.tokens >= _INT32_TOKENS else tl.int32,
         "DTYPE": tl.float64 if call.compute_dtype == torch.float64 else tl.float32,
     }
 
@@ -134,13 +142,17 @@ def _exact(rate: Rate, call: Call) -> Rate:
     return torch.full((call.segments, 1), rate, dtype=torch.float64, device=call.inputs[0].device)
 
 
-_JITTED: dict[Any, Any] = {}
+@triton.jit
+def _minimum(x, y):
+    return tl.minimum(x, y)
 
 
+@triton.jit
+def _exp(x):
+    return tl.exp(x)
+
+
+@lru_cache(maxsize=256)
 def _jit(formula: Any) -> Any:
-    """The formula as a Triton function, the same object every time; the interpreter calls it as it is."""
-    if tiles.INTERPRETED:
-        return formula
-    if formula not in _JITTED:
-        _JITTED[formula] = triton.jit(formula)
-    return _JITTED[formula]
+    """The formula as a Triton function, the same object every time."""
+    return compiled_formula(formula, {"minimum": _minimum, "exp": _exp, "tl": tl}, triton.jit)
