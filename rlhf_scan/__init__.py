@@ -2,8 +2,10 @@
 
 from .engine import Engine, LocalEngine, execute
 from .errors import BackendError, EngineError, InputError, RlhfScanError
-from .functional import GAE, discounted_returns, gae
+from .forward import eligibility_traces, episodic_cumsum
+from .functional import GAE, discounted_returns, gae, lambda_returns
 from .linear import linear_scan
+from .off_policy import Retrace, VTrace, retrace, vtrace
 from .requests import CreditRequest, CreditResult
 from .segments import Segments
 from .version import __version__
@@ -17,11 +19,18 @@ __all__ = [
     "EngineError",
     "InputError",
     "LocalEngine",
+    "Retrace",
     "RlhfScanError",
     "Segments",
+    "VTrace",
     "__version__",
     "discounted_returns",
+    "eligibility_traces",
+    "episodic_cumsum",
     "execute",
     "gae",
+    "lambda_returns",
     "linear_scan",
+    "retrace",
+    "vtrace",
 ]

@@ -52,7 +52,8 @@ def _first(call: Mapping[str, Any]) -> Any:
 def _layout(call: Mapping[str, Any]) -> tuple[int, int]:
     """(segments, tokens)"""
     tokens = _first(call)
-    if call["segments"] is not None:
+    given: Segments | None = call["segments"]
+    if given is not None:
         return call["segments"].count, tokens.numel()
     return (1 if tokens.dim() == 1 else tokens.shape[0]), tokens.numel()
 
@@ -72,7 +73,7 @@ def _signature(index: int, call: Mapping[str, Any]) -> Any:
 
 
 def _kind(call: Mapping[str, Any], tensor: Any) -> str | None:
-    """ "segment", "token", or None where the shape is neither."""
+    """Whether "segment", "token", or None where the shape is neither."""
     first = _first(call)
     if not isinstance(tensor, Tensor) or not isinstance(first, Tensor) or first.dim() not in (1, 2):
         return None
@@ -112,7 +113,8 @@ def _joined(calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _lengths(call: Mapping[str, Any]) -> Tensor:
-    if call["segments"] is not None:
-        return call["segments"].on(_first(call).device).diff()
+    given: Segments | None = call["segments"]
+    if given is not None:
+        return given.on(_first(call).device).diff()
     segments, tokens = _layout(call)
     return torch.full((segments,), tokens // max(segments, 1), device=_first(call).device)

@@ -65,8 +65,9 @@ def estimate(
     validate: str = "shapes",
     op: str | None = None,
 ) -> tuple[Tensor, ...]:
-    """Run the estimator `name`; every public function and every engine ends here. `bootstrap` is its value after the end, whatever it calls
-    it; `op` is what messages call the estimator.
+    """Run the estimator `name`; every public function and every engine ends here.
+
+    `bootstrap` is its value after the end, whatever it calls it; `op` is what messages call the estimator.
     """
     op = op or name
     entry = estimator(name)
@@ -120,7 +121,7 @@ _library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 
 def _through_op(call: Call, rates: Sequence[float | Tensor | None], backend: str) -> list[Tensor]:
     """Run `call` as a torch op, so that torch.compile and torch.export see one opaque node."""
-    return torch.ops.rlhf_scan.estimate(
+    outputs: list[Tensor] = torch.ops.rlhf_scan.estimate(
         call.estimator.name,
         list(call.inputs),
         [rate if isinstance(rate, Tensor) else None for rate in rates],
@@ -137,6 +138,7 @@ def _through_op(call: Call, rates: Sequence[float | Tensor | None], backend: str
         call.dtype,
         backend,
     )
+    return outputs
 
 
 def _estimate_op(

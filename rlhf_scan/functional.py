@@ -129,3 +129,49 @@ def discounted_returns(
         validate=validate,
     )
     return returns
+
+
+def lambda_returns(
+    rewards: Tensor,
+    values: Tensor,
+    *,
+    gamma: float | Tensor = 1.0,
+    lam: float | Tensor = 0.95,
+    segments: Segments | None = None,
+    mask: Tensor | None = None,
+    masked: str = "skip",
+    terminated: Tensor | None = None,
+    truncated: Tensor | None = None,
+    bootstrap: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    validate: str = "shapes",
+) -> Tensor:
+    """TD(lambda) targets.
+
+        G_t = r_t + gamma * ((1 - lam) * V_{t+1} + lam * G_{t+1})
+
+    Boundaries: after a terminated token V_{t+1} = G_{t+1} = 0; after a truncated one, or the last of a segment, both are bootstrap (0 if
+    None). `values` are V(s_t), as in `gae`, not shifted. ``lam=0`` gives one-step targets, ``lam=1`` discounted returns.
+    Arguments, shapes, dtypes and errors as in `gae`.
+
+    Returns:
+        The targets, in the shape of `rewards`, detached from autograd.
+
+    Sutton & Barto 2018, Reinforcement Learning, section 12.1.
+    """
+    (returns,) = estimate(
+        "lambda_returns",
+        {"rewards": rewards, "values": values},
+        {"gamma": gamma, "lam": lam},
+        segments=segments,
+        mask=mask,
+        masked=masked,
+        terminated=terminated,
+        truncated=truncated,
+        bootstrap=bootstrap,
+        dtype=dtype,
+        backend=backend,
+        validate=validate,
+    )
+    return returns

@@ -41,7 +41,10 @@ def linear_scan(
     Raises:
         InputError, BackendError: as in `gae`.
     """
-    return _LinearScan.apply(a, b, initial, reverse, segments, dtype, backend, validate)
+    x: Tensor = _LinearScan.apply(  # type: ignore[no-untyped-call]
+        a, b, initial, reverse, segments, dtype, backend, validate
+    )
+    return x
 
 
 class _LinearScan(torch.autograd.Function):

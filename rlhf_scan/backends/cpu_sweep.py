@@ -40,7 +40,8 @@ def compiled_sweep(
     read_following = _following(entry, following, number)
     step = _step(_coefficients(coefficients, rates), read_following, entry.end in ("carry", "initial"), number, aggregate)
     outputs = _outputs(results, _writer(len(entry.outputs)), _rate_reader(0, rates[0]))
-    return _sweep(step, read, outputs, entry.reverse, number, aggregate)
+    sweep: Callable[..., None] = _sweep(step, read, outputs, entry.reverse, number, aggregate)
+    return sweep
 
 
 @compiled
@@ -72,7 +73,7 @@ def _following(entry: Estimator, following: tuple[int, ...], number: type) -> An
     def with_continuation(arrays, here, preceding, on, end, terminated):
         continues = preceding >= 0
         value = zero if terminated and not continues else here[continuation]
-        return read(arrays, preceding, continues and on, zero if continues else value) + (value,)  # noqa: RUF005 numba has no unpacking
+        return read(arrays, preceding, continues and on, zero if continues else value) + (value,)
 
     return with_continuation
 

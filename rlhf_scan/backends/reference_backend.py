@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ def run(call: Call) -> list[Tensor]:
         inputs = [[x if live else 0.0 for x, live in zip(tokens, trainable, strict=True)] for tokens in inputs]
     rates = {name: _rate_of(rate) for name, rate in _named_rates(call).items()}
     bounds = _boundaries(call)
-    for segment, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for segment, (start, stop) in enumerate(pairwise(bounds)):
         results = call.estimator.naive(
             _steps(call, segment, start, stop, trainable), *inputs, **{name: rate(segment) for name, rate in rates.items()}
         )

@@ -43,11 +43,12 @@ def tile_maps(cu_seqlens: Tensor, tokens: int) -> tuple[TileMap, ...]:
     capturing = cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()
     if capturing or cu_seqlens.is_inference():
         return _make_maps(cu_seqlens, tokens)
-    version, maps = _MAPS.get(cu_seqlens, (None, None))
-    if maps is None or version != (cu_seqlens._version, tokens):
-        maps = _make_maps(cu_seqlens, tokens)
-        _MAPS[cu_seqlens] = ((cu_seqlens._version, tokens), maps)
-    return maps
+    state = cu_seqlens._version, tokens
+    kept: tuple[tuple[int, int], tuple[TileMap, ...]] | None = _MAPS.get(cu_seqlens)
+    if kept is None or kept[0] != state:
+        kept = state, _make_maps(cu_seqlens, tokens)
+        _MAPS[cu_seqlens] = kept
+    return kept[1]
 
 
 # A captured graph neither reads nor fills this: its boundaries may change between replays, and its memory is its own.

@@ -20,7 +20,7 @@ CARRY_WORDS = tl.constexpr(3)
 @triton.jit
 def compose(a_first, b_first, a_then, b_then):
     """What two steps do to a carry. Where b is 0 nothing is carried over, not even NaN."""
-    return a_then + tl.where(b_then == 0, 0.0, b_then * a_first), b_then * b_first
+    return a_then + tl.where(b_then == 0, 0.0, b_then * a_first), tl.where(b_then == 0, 0.0, b_then * b_first)
 
 
 @triton.jit
@@ -83,6 +83,8 @@ def entering_carry(
         entering = _await(carries + before * WORDS, DTYPE)
         decay = _await(carries + before * WORDS + 1, DTYPE)
     group_a, group_b = compose(entering, decay, a, b)
+    # Also where b is inf or NaN: else the tiles that follow would wait for a group that does not exist.
+    group_b = tl.where(decay == 0, tl.cast(0, DTYPE), group_b)
     passes = leaving_lane & (b != 0)
     _publish(carries + slot * WORDS, group_a, passes, DTYPE, WORD)
     _publish(carries + slot * WORDS + 1, group_b, passes, DTYPE, WORD)

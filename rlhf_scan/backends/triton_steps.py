@@ -156,9 +156,10 @@ def events(
             missing = nearest < -head
             beside = -1
         if TILED:
-            if (beside < tail) & (beside >= -head):
-                if tl.load(flags[0] + origin + beside) == 0:
-                    beyond = _event_beyond(flags, segment, origin, head, tail, FLAGS, MASKED, REVERSE, STARTS, WIDTH)
-                    nearest = tl.where(missing, beyond, nearest)
+            borders = (beside < tail) & (beside >= -head)
+            masked_beside = tl.load(flags[0] + origin + beside, mask=borders, other=1) == 0
+            if masked_beside:
+                beyond = _event_beyond(flags, segment, origin, head, tail, FLAGS, MASKED, REVERSE, STARTS, WIDTH)
+                nearest = tl.where(missing, beyond, nearest)
         # Lanes hold tokens one by one along a row, whatever the compiler thinks of these addresses: the layout decides the order of the sums.
         return tl.max_contiguous(tl.where(at < tail, nearest, at), [1, 2])

@@ -1,0 +1,157 @@
+"""The public off-policy estimators: targets from rollouts that another policy made."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .dispatch import estimate
+from .segments import Segments
+
+
+class VTrace(NamedTuple):
+    """What `vtrace` returns."""
+
+    targets: Tensor
+    advantages: Tensor
+
+
+class Retrace(NamedTuple):
+    """What `retrace` returns."""
+
+    targets: Tensor
+    advantages: Tensor
+
+
+def vtrace(
+    rewards: Tensor,
+    values: Tensor,
+    behavior_logprobs: Tensor,
+    target_logprobs: Tensor,
+    *,
+    gamma: float | Tensor = 1.0,
+    lam: float | Tensor = 1.0,
+    rho_bar: float | Tensor = 1.0,
+    c_bar: float | Tensor = 1.0,
+    segments: Segments | None = None,
+    mask: Tensor | None = None,
+    masked: str = "skip",
+    terminated: Tensor | None = None,
+    truncated: Tensor | None = None,
+    bootstrap: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    validate: str = "shapes",
+) -> VTrace:
+    """V-trace targets and policy-gradient advantages.
+
+        v_t = V_t + rho_t * delta_t + gamma * lam * c_t * (v_{t+1} - V_{t+1}),   delta_t = r_t + gamma * V_{t+1} - V_t
+        advantages_t = rho_t * (r_t + gamma * v_{t+1} - V_t)
+        rho_t = min(rho_bar, ratio_t),   c_t = min(c_bar, ratio_t),   ratio_t = exp(target_logprobs_t - behavior_logprobs_t)
+
+    Boundaries: after a terminated token V_{t+1} = v_{t+1} = 0; after a truncated one, or the last of a segment, both are bootstrap (0 if
+    None). The log-ratio is cut at 20 before exp, so that a ratio is never infinite.
+
+    Args:
+        rewards, values, gamma, lam: as in `gae`.
+        behavior_logprobs: log mu(a_t | s_t) of the policy that made the rollout, the shape of `rewards`; nats.
+        target_logprobs: log pi(a_t | s_t) of the policy that is learnt, likewise.
+        rho_bar: largest ratio in delta and advantage, >= 0 (inf: none): a number, [S] or per token.
+        c_bar: largest ratio in the trace, likewise.
+        segments, mask, masked, terminated, truncated, bootstrap, dtype, backend, validate: as in `gae`.
+
+    Returns:
+        VTrace(targets, advantages), in the shape of `rewards`, detached from autograd.
+
+    Raises:
+        InputError, BackendError: as in `gae`.
+
+    Espeholt et al. 2018, IMPALA; lam as in its remark 2.
+    """
+    return VTrace(
+        *estimate(
+            "vtrace",
+            {"rewards": rewards, "values": values, "behavior_logprobs": behavior_logprobs, "target_logprobs": target_logprobs},
+            {"gamma": gamma, "lam": lam, "rho_bar": rho_bar, "c_bar": c_bar},
+            segments=segments,
+            mask=mask,
+            masked=masked,
+            terminated=terminated,
+            truncated=truncated,
+            bootstrap=bootstrap,
+            dtype=dtype,
+            backend=backend,
+            validate=validate,
+        )
+    )
+
+
+def retrace(
+    rewards: Tensor,
+    q_values: Tensor,
+    expected_next_q: Tensor,
+    behavior_logprobs: Tensor,
+    target_logprobs: Tensor,
+    *,
+    gamma: float | Tensor = 1.0,
+    lam: float | Tensor = 1.0,
+    c_bar: float | Tensor = 1.0,
+    rho_bar: float | Tensor = 1.0,
+    segments: Segments | None = None,
+    mask: Tensor | None = None,
+    masked: str = "skip",
+    terminated: Tensor | None = None,
+    truncated: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    validate: str = "shapes",
+) -> Retrace:
+    """Retrace(lambda) targets for action values, and advantages.
+
+        target_t = r_t + gamma * E_t + gamma * lam * c_{t+1} * (target_{t+1} - Q_{t+1}),   E_t = E_pi[Q(s_{t+1}, .)]
+        advantages_t = rho_t * (r_t + gamma * target_{t+1} - Q_t)
+        c_t = min(c_bar, ratio_t),   rho_t = min(rho_bar, ratio_t),   ratio_t = exp(target_logprobs_t - behavior_logprobs_t)
+
+    Boundaries: there is no bootstrap. At a truncated token, or the last of a segment, E_t is the value and the target that follow; at a
+    terminated one both are 0. The log-ratio is cut at 20 before exp, so that a ratio is never infinite.
+
+    Args:
+        rewards, gamma, lam: as in `gae`.
+        q_values: Q(s_t, a_t), the shape of `rewards`.
+        expected_next_q: E_t, likewise.
+        behavior_logprobs, target_logprobs: as in `vtrace`.
+        c_bar: largest ratio in the trace, >= 0 (inf: none): a number, [S] or per token.
+        rho_bar: largest ratio in the advantage, likewise.
+        segments, mask, masked, terminated, truncated, dtype, backend, validate: as in `gae`.
+
+    Returns:
+        Retrace(targets, advantages), in the shape of `rewards`, detached from autograd.
+
+    Raises:
+        InputError, BackendError: as in `gae`.
+
+    Munos et al. 2016, Safe and Efficient Off-Policy Reinforcement Learning.
+    """
+    return Retrace(
+        *estimate(
+            "retrace",
+            {
+                "rewards": rewards,
+                "q_values": q_values,
+                "expected_next_q": expected_next_q,
+                "behavior_logprobs": behavior_logprobs,
+                "target_logprobs": target_logprobs,
+            },
+            {"gamma": gamma, "lam": lam, "c_bar": c_bar, "rho_bar": rho_bar},
+            segments=segments,
+            mask=mask,
+            masked=masked,
+            terminated=terminated,
+            truncated=truncated,
+            dtype=dtype,
+            backend=backend,
+            validate=validate,
+        )
+    )
