@@ -13,6 +13,7 @@ import math
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,8 +117,11 @@ def device_microseconds(run: Callable[[], object], repeat: int = 20) -> tuple[fl
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    for _ in range(3):
+    # An idle GPU lowers its clocks: work until they are up.
+    warm = time.perf_counter() + 0.2
+    while time.perf_counter() < warm:
         graph.replay()
+        torch.cuda.synchronize()
     times = []
     for _ in range(repeat):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -7,16 +7,26 @@ from types import FunctionType
 from typing import Any
 
 
-def compiled_formula(formula: Callable[..., Any], own: Mapping[str, Any], compile: Callable[[Callable[..., Any]], Any]) -> Any:
-    """`formula` as `compile` makes it, with the backend's `own` functions in place of those names, and what else it calls compiled too."""
+def compiled_formula(
+    formula: Callable[..., Any],
+    own: Mapping[str, Any],
+    compile: Callable[[Callable[..., Any]], Any],
+    constant: Callable[[float], Any] = float,
+) -> Any:
+    """`formula` as `compile` makes it.
+
+    The backend's `own` functions stand in place of those names; what else it calls is compiled too, and module constants become what
+    `constant` makes of them.
+    """
     if not isinstance(formula, FunctionType):
         raise TypeError(f"a formula must be a plain Python function, got {formula!r}")
-    scope = dict(formula.__globals__)
-    scope.update(own)
-    for name in formula.__code__.co_names:
-        called = scope.get(name)
-        if name not in own and isinstance(called, FunctionType):
-            scope[name] = compiled_formula(called, own, compile)
+    scope = {**formula.__globals__, **own}
+    for name in set(formula.__code__.co_names) - set(own):
+        named = scope.get(name)
+        if isinstance(named, FunctionType):
+            scope[name] = compiled_formula(named, own, compile, constant)
+        elif isinstance(named, int | float):
+            scope[name] = constant(named)
     copy = FunctionType(formula.__code__, scope, formula.__name__)
     copy.__module__, copy.__qualname__, copy.__doc__ = formula.__module__, formula.__qualname__, formula.__doc__
     return compile(copy)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..call import MASK_MODES, Call, Rate, is_per_segment
-from . import tiles, triton_carry, triton_scan, triton_steps
+from . import tiles, triton_carry, triton_scan, triton_steps, triton_tile
 from .formulas import compiled_formula
 
 # Places within a launch are int32 below this many tokens (a tile may reach past the last one), int64 above.
@@ -50,7 +50,7 @@ def _launch_rows(call: Call, outputs: list[Tensor], arguments: dict[str, Any]) -
         slots = call.segments * triton.cdiv(length, tiles.WIDTH)
         _launch(slots, call, outputs, arguments, (None, None, None), length, slots, tiles.WIDTH, 1)
     else:
-        width = triton.next_power_of_2(length)
+        width = max(triton_tile.RUN.value, triton.next_power_of_2(length))
         rows = max(1, tiles.PROGRAM // width)
         _launch(triton.cdiv(call.segments, rows), call, outputs, arguments, (None, None, None), length, call.segments, width, rows)
 
@@ -155,4 +155,4 @@ def _exp(x):
 @lru_cache(maxsize=256)
 def _jit(formula: Any) -> Any:
     """The formula as a Triton function, the same object every time."""
-    return compiled_formula(formula, {"minimum": _minimum, "exp": _exp, "tl": tl}, triton.jit)
+    return compiled_formula(formula, {"minimum": _minimum, "exp": _exp, "tl": tl}, triton.jit, tl.constexpr)

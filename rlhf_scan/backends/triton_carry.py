@@ -13,14 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .triton_tile import carried, compose
+
 UNSET = tl.constexpr(-1)  # as bits: a NaN that no published value has
 CARRY_WORDS = tl.constexpr(3)
-
-
-@triton.jit
-def compose(a_first, b_first, a_then, b_then):
-    """What two steps do to a carry. Where b is 0 nothing is carried over, not even NaN."""
-    return a_then + tl.where(b_then == 0, 0.0, b_then * a_first), tl.where(b_then == 0, 0.0, b_then * b_first)
 
 
 @triton.jit
@@ -49,24 +45,24 @@ def entering_carry(
     tiles,
     REVERSE: tl.constexpr,
     GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
+    RUNS: tl.constexpr,
     WORDS: tl.constexpr,
     DTYPE: tl.constexpr,
     WORD: tl.constexpr,
 ):
-    """(x, d) such that a tile, given its scanned (a, b), starts from x if d is 1 and from nothing if d is 0; passes on what leaves it.
+    """The x that enters a tile whose runs, scanned, do (a, b) to a carry; passes on what leaves it.
 
     The sums are always taken in the same order: tile by tile within a group, then group by group.
     """
     within = tile % GROUP
-    lanes = tl.arange(0, WIDTH)[None, :]
+    lanes = tl.arange(0, RUNS)[None, :]
     if REVERSE:
         leaving_lane = lanes == 0
         before, group_before = slot + 1, slot + GROUP - within
         enters_segment, leaves_segment = tile == tiles - 1, tile == 0
         enters_group, leaves_group = within == GROUP - 1, within == 0
     else:
-        leaving_lane = lanes == WIDTH - 1
+        leaving_lane = lanes == RUNS - 1
         before, group_before = slot - 1, slot - within - 1
         enters_segment, leaves_segment = tile == 0, tile == tiles - 1
         enters_group, leaves_group = within == 0, within == GROUP - 1
@@ -90,6 +86,5 @@ def entering_carry(
     _publish(carries + slot * WORDS + 1, group_b, passes, DTYPE, WORD)
     if decay != 0:
         entering += decay * _await(carries + group_before * WORDS + 2, DTYPE)
-    x, _ = compose(entering, decay, a, b)
-    _publish(carries + slot * WORDS + 2, x, leaving_lane & leaves_group, DTYPE, WORD)
+    _publish(carries + slot * WORDS + 2, a + carried(b, entering), leaving_lane & leaves_group, DTYPE, WORD)
     return entering

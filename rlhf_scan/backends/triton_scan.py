@@ -12,8 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_carry import CARRY_WORDS, compose, entering_carry
+from .triton_carry import CARRY_WORDS, entering_carry
 from .triton_steps import KEEP, SKIP, ZERO, end_value, ends_before, events, terminated_at, trainable
+from .triton_tile import RUN, carried, down_runs, up_runs
 
 
 @triton.jit
@@ -74,16 +75,6 @@ def _rates_of(
     return found
 
 
-@triton.jit
-def _beside(x, entering, REVERSE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """x of the token that precedes each one: its neighbour's, since a token passed over holds what it passes on."""
-    lanes = tl.arange(0, WIDTH)[None, :] + tl.zeros([ROWS, 1], tl.int32)
-    if REVERSE:
-        return tl.where(lanes == WIDTH - 1, entering, tl.gather(x, tl.minimum(lanes + 1, WIDTH - 1), 1))
-    else:
-        return tl.where(lanes == 0, entering, tl.gather(x, tl.maximum(lanes - 1, 0), 1))
-
-
 # Not specialised, so that loads are never wider than an element: then a thread holds one element at a time and a segment's bits do not depend
 # on where it lies, nor the number of compiled kernels on how many different shapes there are.
 @triton.jit(do_not_specialize=["segments", "length", "slots"])
@@ -139,7 +130,7 @@ def scan_tiles(
     steps = kept if MASKED == SKIP else inside
     on = inside if MASKED == KEEP else kept
 
-    event = events(flags, segment, origin, at, head, tail, FLAGS, MASKED, REVERSE, STARTS, TILED, WIDTH)
+    event = events(flags, segment, origin, at, head, tail, FLAGS, MASKED, REVERSE, STARTS, TILED, ROWS, WIDTH)
     ended = ends_before(flags, segment, origin, event, head, tail, steps, FLAGS, REVERSE, STARTS)
     terminated = terminated_at(flags, segment, origin, event, tail, ended, FLAGS, REVERSE)
     end = end_value(bootstrap, segment, origin, event, head, tail, ended, terminated, BOOTSTRAP, REVERSE, DTYPE)
@@ -160,7 +151,7 @@ def scan_tiles(
         following = following + (end,)
 
     solved = ()
-    preceding_x = ()
+    before = ()
     for channel in tl.static_range(CHANNELS):
         a, b = coefficients(
             here, following, _rates_of(rates, rate_numbers, segment, origin, at, steps, channel * RATES, RATES, RATE_KINDS, DTYPE)
@@ -169,19 +160,22 @@ def scan_tiles(
             a = tl.where(ended & (end != 0), a + b * end, a)
         a = tl.where(steps, a, tl.cast(0, DTYPE))
         b = tl.where(steps, tl.where(ended, tl.cast(0, DTYPE), b), tl.cast(1, DTYPE))
-        a, b = tl.associative_scan((a, b), 1, compose, reverse=REVERSE)
+        first, second, third, run_a, run_b, before_a, before_b = up_runs(a, b, REVERSE, ROWS, WIDTH)
         entering = tl.cast(0, DTYPE)
         if TILED:
             tiles = tl.maximum(tl.cdiv(length, WIDTH), 1)
             words = carries + channel * CARRY_WORDS
-            entering = entering_carry(a, b, words, slot, tile, tiles, REVERSE, GROUP, WIDTH, CARRY_WORDS * CHANNELS, DTYPE, WORD)
-            a, b = compose(entering, tl.cast(1, DTYPE), a, b)
-        solved = solved + (a,)
-        preceding_x = preceding_x + (tl.where(continues, _beside(a, entering, REVERSE, ROWS, WIDTH), tl.cast(0, DTYPE)),)
+            entering = entering_carry(
+                run_a, run_b, words, slot, tile, tiles, REVERSE, GROUP, WIDTH // RUN, CARRY_WORDS * CHANNELS, DTYPE, WORD
+            )
+        entering = before_a + carried(before_b, entering)
+        x, preceding_x = down_runs(entering, first, second, third, a, b, REVERSE, ROWS, WIDTH)
+        solved = solved + (x,)
+        before = before + (tl.where(continues, preceding_x, tl.cast(0, DTYPE)),)
     if CHANNELS == 1:
         solved = solved + (solved[0],)
-        preceding_x = preceding_x + (preceding_x[0],)
+        before = before + (before[0],)
     numbers = _rates_of(rates, rate_numbers, segment, origin, at, steps, 0, RATES, RATE_KINDS, DTYPE)
-    values = results(here, following, solved, preceding_x, numbers)
+    values = results(here, following, solved, before, numbers)
     for i in tl.static_range(len(outputs)):
         tl.store(outputs[i] + origin + at, tl.where(kept, values[i], 0.0).to(outputs[i].dtype.element_ty), mask=inside)

@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .triton_tile import nearest
+
 NO_MASK = tl.constexpr(-1)
 SKIP = tl.constexpr(0)
 ZERO = tl.constexpr(1)
@@ -101,30 +103,20 @@ def _event_beyond(
 ):
     """The nearest event beyond a tile. Only a tile that borders on a masked token looks, so a masked span is read at most once more."""
     lanes = tl.arange(0, WIDTH)[None, :]
-    nearest = tail * 0
+    first = tail * 0
     block = tail * 0 + (WIDTH if REVERSE else -WIDTH)
-    while (nearest == 0) & (block < tail) & (block + WIDTH > -head):
+    while (first == 0) & (block < tail) & (block + WIDTH > -head):
         at = block + lanes
         event = _is_event(flags, segment, origin, at, head, tail, FLAGS, MASKED, REVERSE, STARTS)
         if REVERSE:
             found = tl.min(tl.where(event, at, tail))
-            nearest = tl.where(found < tail, found, 0)
+            first = tl.where(found < tail, found, 0)
             block += WIDTH
         else:
-            nearest = tl.max(tl.where(event, at, -head - 1))
-            nearest = tl.where(nearest >= -head, nearest, 0)
+            first = tl.max(tl.where(event, at, -head - 1))
+            first = tl.where(first >= -head, first, 0)
             block -= WIDTH
-    return nearest
-
-
-@triton.jit
-def _smaller(left, right):
-    return tl.minimum(left, right)
-
-
-@triton.jit
-def _larger(left, right):
-    return tl.maximum(left, right)
+    return first
 
 
 @triton.jit
@@ -140,6 +132,7 @@ def events(
     REVERSE: tl.constexpr,
     STARTS: tl.constexpr,
     TILED: tl.constexpr,
+    ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """For each place the nearest event, there or on the way to what precedes it: the place itself, unless masked tokens are passed over."""
@@ -148,18 +141,18 @@ def events(
     else:
         event = _is_event(flags, segment, origin, at, head, tail, FLAGS, MASKED, REVERSE, STARTS)
         if REVERSE:
-            nearest = tl.associative_scan(tl.where(event, at, tail), 1, _smaller, reverse=True)
-            missing = nearest >= tail
+            found = nearest(tl.where(event, at, tail), tail, REVERSE, ROWS, WIDTH)
+            missing = found >= tail
             beside = WIDTH
         else:
-            nearest = tl.associative_scan(tl.where(event, at, -head - 1), 1, _larger)
-            missing = nearest < -head
+            found = nearest(tl.where(event, at, -head - 1), -head - 1, REVERSE, ROWS, WIDTH)
+            missing = found < -head
             beside = -1
         if TILED:
             borders = (beside < tail) & (beside >= -head)
             masked_beside = tl.load(flags[0] + origin + beside, mask=borders, other=1) == 0
             if masked_beside:
                 beyond = _event_beyond(flags, segment, origin, head, tail, FLAGS, MASKED, REVERSE, STARTS, WIDTH)
-                nearest = tl.where(missing, beyond, nearest)
+                found = tl.where(missing, beyond, found)
         # Lanes hold tokens one by one along a row, whatever the compiler thinks of these addresses: the layout decides the order of the sums.
-        return tl.max_contiguous(tl.where(at < tail, nearest, at), [1, 2])
+        return tl.max_contiguous(tl.where(at < tail, found, at), [1, 2])
