@@ -11,15 +11,18 @@ import copy
 import functools
 import importlib.util
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from types import CellType, CodeType, FunctionType
-from typing import cast
+from typing import Any, cast
+
+import torch
+from torch import Tensor
 
 from rlhf_scan.errors import InputError
 
-SUPPORTED = "a PPOTrainer of trl 0.15.2 to 1.12.0"
+SUPPORTED = "trl 0.15.2 to 1.12.0"
 
 # From TRL, copyright The HuggingFace Team, Apache-2.0.
 BLOCK = ast.parse(
@@ -47,6 +50,12 @@ if _credit.takes_over():
     advantages, returns = _credit.advantages_and_returns(rewards, values, ~padding_mask_p1, args.gamma, args.lam)
 else:
     pass
+"""
+
+_ALONE = """
+def recursion(rewards, values, args):
+    responses = rewards
+    return advantages, returns
 """
 
 
@@ -104,13 +113,25 @@ def find_block(trainer_class: type, definition: ast.FunctionDef) -> tuple[list[a
     return body, start
 
 
-def installed_recursion() -> list[ast.stmt] | None:
-    """The block's recursion as the source of the installed TRL has it; None where it has none. Does not import TRL."""
+def recursion() -> tuple[Callable[..., tuple[Tensor, Tensor]], str]:
+    """The block's recursion by itself, as ``(rewards, values, args) -> (advantages, returns)`` over rows [B, T], and where it is from.
+
+    It is taken from the source of the installed TRL, which is not imported; where there is none, from `BLOCK`.
+    """
+    (function,) = cast(list[ast.FunctionDef], ast.parse(_ALONE).body)
+    installed = _installed_recursion()
+    function.body[1:1] = installed or BLOCK[:RECURSION]
+    names: dict[str, Any] = {"torch": torch}
+    exec(compile(ast.Module([function], []), "<the advantage block of TRL>", "exec"), names)
+    return names["recursion"], f"the source of trl {metadata.version('trl')}" if installed else f"a copy of that of {SUPPORTED}"
+
+
+def _installed_recursion() -> list[ast.stmt] | None:
     found = importlib.util.find_spec("trl")
     for root in (found.submodule_search_locations or []) if found else []:
         for path in ("experimental/ppo/ppo_trainer.py", "trainer/ppo_trainer.py"):
             file = Path(root) / path
-            places = list(_starts(ast.parse(file.read_text()))) if file.is_file() else []
+            places = list(_starts(ast.parse(file.read_text(encoding="utf-8")))) if file.is_file() else []
             if len(places) == 1:
                 ((body, start),) = places
                 return body[start : start + RECURSION]
@@ -177,6 +198,6 @@ def _refusal(trainer_class: type, why: str) -> InputError:
     except metadata.PackageNotFoundError:
         installed = "no trl"
     return InputError(
-        f"AdvantageCallback: trainer must be {SUPPORTED}, got {trainer_class.__module__}.{trainer_class.__qualname__} "
+        f"AdvantageCallback: trainer must be a PPOTrainer of {SUPPORTED}, got {trainer_class.__module__}.{trainer_class.__qualname__} "
         f"({installed} is installed), which {why}; pass such a trainer, or call rlhf_scan.gae in your own loop"
     )

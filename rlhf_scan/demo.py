@@ -36,7 +36,8 @@ from .segments import Segments
 ROLLOUT = Path(__file__).parent / "data" / "trl_ppo_rollout.safetensors"
 LARGE = 1 << 20  # tokens of the tiled rollout, about
 START_SECONDS = 120.0
-STOP_SECONDS = 10.0
+READY_SECONDS = 300.0  # every estimator is compiled and tested
+STOP_SECONDS = 3.0
 
 Recursion = Callable[..., tuple[Tensor, Tensor]]
 
@@ -85,14 +86,17 @@ def main() -> None:
         large = tiled(recorded, max(1, LARGE // recorded.tokens))
         step("starting rlhf-scan serve")
         with service("triton" if device.type == "cuda" else "cpu") as url, HttpEngine(url) as engine:
-            step("warming it")
+            step("waiting until it has compiled and tested itself")
             wait_until_ready(url)
             step("sending the rollout")
             result = engine.run(recorded.request)
             difference = check(recorded, result.tensors, "the service's answer")
             timings = [timing(rollout, engine, recursion, device, step) for rollout in (recorded, large)]
     show_answer(console, recorded, result, difference)
-    show_times(console, timings, f"TRL's loop is from {origin} and ran on {_name(device)}, over rows padded to the longest.")
+    remark = (
+        f"The larger rollout is the recorded one over and over. TRL's loop is from {origin}; it ran over padded rows, on {_name(device)}."
+    )
+    show_times(console, timings, remark)
 
 
 @contextmanager
@@ -126,13 +130,20 @@ def service(backend: str) -> Iterator[str]:
 
 def wait_until_ready(url: str) -> None:
     """Wait until the service has compiled and tested its backend, so that nothing else runs while it is timed."""
-    until = time.monotonic() + START_SECONDS
-    while (answer := httpx.get(f"{url}/readyz")).status_code != httpx.codes.OK:
+    until = time.monotonic() + READY_SECONDS
+    while (said := _readiness(url)) is not None:
         if time.monotonic() > until:
-            raise EngineError(
-                f"demo: the service must be ready within {START_SECONDS:.0f} s, but says {answer.text}; run `rlhf-scan doctor`"
-            )
+            raise EngineError(f"demo: the service must be ready within {READY_SECONDS:.0f} s, but: {said}; run `rlhf-scan doctor`")
         time.sleep(0.1)
+
+
+def _readiness(url: str) -> str | None:
+    """Why the service is not ready, or None."""
+    try:
+        answer = httpx.get(f"{url}/readyz")
+    except httpx.TransportError as error:
+        raise EngineError(f"demo: the service must go on running, but it cannot be reached ({error}); run `rlhf-scan doctor`") from error
+    return None if answer.status_code == httpx.codes.OK else answer.text
 
 
 def with_reference(request: CreditRequest) -> Rollout:

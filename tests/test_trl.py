@@ -19,13 +19,14 @@ import torch
 
 pytest.importorskip("trl")
 
+import trl
 from tiny_ppo import LogKeeper, tiny_tokenizer, tiny_trainer
 from transformers import TrainerCallback
 from trl.experimental.ppo import PPOTrainer, ppo_trainer
 
 from rlhf_scan import CreditRequest, CreditResult, EngineError, InputError, LocalEngine, Segments, gae
 from rlhf_scan.integrations.trl import AdvantageCallback
-from rlhf_scan.integrations.trl_block import BLOCK, installed_recursion
+from rlhf_scan.integrations.trl_block import BLOCK, recursion
 
 pytestmark = [
     pytest.mark.slow,
@@ -86,14 +87,12 @@ def trl_alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return baseline
 
 
-def trl_recursion(request: CreditRequest) -> tuple[torch.Tensor, torch.Tensor]:
+def by_trl(request: CreditRequest) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns by the statements in the installed TRL's own source."""
-    statements = installed_recursion()
-    assert statements
+    function, origin = recursion()
+    assert origin == f"the source of trl {trl.__version__}"
     args = SimpleNamespace(gamma=request.params["gamma"], lam=request.params["lam"])
-    names: dict[str, Any] = {"torch": torch, "args": args, "responses": request.tensors["rewards"], **request.tensors}
-    exec(compile(ast.Module(statements, []), "trl", "exec"), names)
-    return names["advantages"], names["returns"]
+    return function(request.tensors["rewards"], request.tensors["values"], args)
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +168,7 @@ def test_engine_gets_the_rollout(make: Any, options: dict[str, Any]) -> None:
         assert not values[~mask].any()
         assert rewards[mask].any()
         # Each step rounds at most 4 times, relative to terms no larger than `scale`; no decay is above 1. Twice: TRL rounds too.
-        advantages, returns = trl_recursion(request)
+        advantages, returns = by_trl(request)
         scale = float(rewards.abs().max() + 2 * values.abs().max() + 2 * advantages.abs().max())
         bound = 2 * 4 * 12 * torch.finfo(torch.float32).eps / 2 * scale
         torch.testing.assert_close(result.tensors["advantages"], advantages, rtol=0, atol=bound)
@@ -317,7 +316,7 @@ def test_bfloat16_keeps_its_dtype(make: Any) -> None:
     engine, trainer = Witness(), make(updates=1, dtype=torch.bfloat16)
     logged(trainer, engine)
     for request, result in zip(engine.requests, engine.results, strict=True):
-        assert [tensor.dtype for tensor in result.tensors.values()] == [tensor.dtype for tensor in trl_recursion(request)]
+        assert [tensor.dtype for tensor in result.tensors.values()] == [tensor.dtype for tensor in by_trl(request)]
 
 
 def test_another_class_is_refused(tmp_path: Path) -> None:
