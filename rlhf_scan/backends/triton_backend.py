@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..call import MASK_MODES, Call, Rate, is_per_segment
-from . import tiles, triton_carry, triton_scan, triton_steps, triton_tile
+from . import tiles, triton_carry, triton_map, triton_scan, triton_steps, triton_tile
 from .formulas import compiled_formula
 
 # Places within a launch are int32 below this many tokens (a tile may reach past the last one), int64 above.
@@ -36,65 +36,50 @@ def run(call: Call) -> list[Tensor]:
     """Launch the kernel over rows, or over a pack's long and then its short segments."""
     outputs = [torch.empty(call.tokens, dtype=call.dtype, device=call.inputs[0].device) for _ in call.estimator.outputs]
     arguments = _arguments(call)
+    if call.segments == 0:
+        return [output.zero_() for output in outputs]
     if call.cu_seqlens is None:
-        _launch_rows(call, outputs, arguments)
+        _launch(_rows(call), call, outputs, arguments)
     else:
-        for tile_map in tiles.tile_maps(call.cu_seqlens, call.tokens):
-            _launch_slots(call, outputs, arguments, tile_map)
+        for tile_map in triton_map.tile_maps(call.cu_seqlens, call.tokens):
+            _launch(tile_map, call, outputs, arguments)
     return outputs
 
 
-def _launch_rows(call: Call, outputs: list[Tensor], arguments: dict[str, Any]) -> None:
+def _rows(call: Call) -> triton_map.TileMap:
+    """Rows need no map: a program tells its tile from its number."""
     length = call.length or 0
     if length > tiles.WIDTH:
-        slots = call.segments * triton.cdiv(length, tiles.WIDTH)
-        _launch(slots, call, outputs, arguments, (None, None, None), length, slots, tiles.WIDTH, 1)
-    else:
-        width = max(triton_tile.RUN.value, triton.next_power_of_2(length))
-        rows = max(1, tiles.PROGRAM // width)
-        _launch(triton.cdiv(call.segments, rows), call, outputs, arguments, (None, None, None), length, call.segments, width, rows)
+        return triton_map.TileMap(tiles.WIDTH, 1, call.segments * triton.cdiv(length, tiles.WIDTH), None, None)
+    width = max(triton_tile.RUN.value, triton.next_power_of_2(length))
+    return triton_map.TileMap(width, max(1, tiles.PROGRAM // width), call.segments, None, None)
 
 
-def _launch_slots(call: Call, outputs: list[Tensor], arguments: dict[str, Any], tile_map: tiles.TileMap) -> None:
-    slots = tile_map.segment.numel()
-    if slots:
-        where = call.cu_seqlens, tile_map.segment, tile_map.tile
-        _launch(triton.cdiv(slots, tile_map.rows), call, outputs, arguments, where, 0, slots, tile_map.width, tile_map.rows)
-
-
-def _launch(
-    grid: int,
-    call: Call,
-    outputs: list[Tensor],
-    arguments: dict[str, Any],
-    where: tuple[Tensor | None, Tensor | None, Tensor | None],
-    length: int,
-    slots: int,
-    width: int,
-    rows: int,
-) -> None:
-    """One launch; `width` == WIDTH with one row a program means that segments may have several tiles."""
-    tiled = width == tiles.WIDTH and (length > width or where[0] is not None)
+def _launch(tile_map: triton_map.TileMap, call: Call, outputs: list[Tensor], arguments: dict[str, Any]) -> None:
+    """One launch."""
+    if tile_map.bound == 0:
+        return
+    packed = tile_map.slots is not None
+    tiled = tile_map.width == tiles.WIDTH and (packed or (call.length or 0) > tiles.WIDTH)
     word = torch.int64 if call.compute_dtype == torch.float64 else torch.int32
     carries = None
     if tiled:
-        words = slots * len(call.rates) * triton_carry.CARRY_WORDS.value
+        words = tile_map.bound * len(call.rates) * triton_carry.CARRY_WORDS.value
         carries = torch.full((words,), triton_carry.UNSET.value, dtype=word, device=outputs[0].device)
-    triton_scan.scan_tiles[(grid,)](
+    triton_scan.scan_tiles[(triton.cdiv(tile_map.bound, tile_map.rows),)](
         outputs=tuple(outputs),
-        bounds=where[0],
-        slot_segment=where[1],
-        slot_tile=where[2],
+        slots=tile_map.slots,
+        used=tile_map.used,
         carries=carries,
         segments=call.segments,
-        length=length,
-        slots=slots,
+        length=call.length or 0,
+        bound=tile_map.bound,
         TILED=tiled,
         GROUP=tiles.GROUP,
-        ROWS=rows,
-        WIDTH=width,
+        ROWS=tile_map.rows,
+        WIDTH=tile_map.width,
         WORD=tl.int64 if word == torch.int64 else tl.int32,
-        num_warps=max(1, min(8, rows * width // 256)),
+        num_warps=max(1, min(8, tile_map.rows * tile_map.width // 256)),
         enable_fp_fusion=True,
         **arguments,
     )

@@ -13,20 +13,19 @@ import triton
 import triton.language as tl
 
 from .triton_carry import CARRY_WORDS, entering_carry
+from .triton_map import FIELDS
 from .triton_steps import KEEP, SKIP, ZERO, end_value, ends_before, events, terminated_at, trainable
 from .triton_tile import RUN, carried, down_runs, up_runs
 
 
 @triton.jit
-def _tile_of_program(
-    bounds, slot_segment, slot_tile, segments, length, slots, REVERSE: tl.constexpr, WIDTH: tl.constexpr, INDEX: tl.constexpr
-):
+def _tile_of_program(slots, used, segments, length, bound, REVERSE: tl.constexpr, WIDTH: tl.constexpr, INDEX: tl.constexpr):
     """The one tile of a program: (segment, its first token, its length, tile, slot in the chain); length 0 where there is nothing to do.
 
     Tiles come in the order of their chains: of rows all first tiles, then all second ones, ...; of a pack slot by slot.
     """
     program = tl.program_id(0).to(INDEX)
-    if bounds is None:
+    if slots is None:
         tiles = tl.cdiv(length, WIDTH)
         turn = program // segments
         segment = program % segments
@@ -34,28 +33,28 @@ def _tile_of_program(
         tile = tiles - 1 - turn if REVERSE else turn
         slot = segment * tiles + tile
     else:
-        slot = slots - 1 - program if REVERSE else program
-        found = tl.load(slot_segment + slot).to(INDEX)
-        segment = tl.maximum(found, 0)
-        start = tl.load(bounds + segment).to(INDEX)
-        length = tl.where(found < 0, 0, tl.load(bounds + segment + 1).to(INDEX) - start)
-        tile = tl.where(found < 0, 0, tl.load(slot_tile + slot).to(INDEX))
+        slot = bound - 1 - program if REVERSE else program
+        there = slot < tl.load(used)
+        segment = tl.load(slots + slot * FIELDS, mask=there, other=0).to(INDEX)
+        tile = tl.load(slots + slot * FIELDS + 1, mask=there, other=0).to(INDEX)
+        start = tl.load(slots + slot * FIELDS + 2, mask=there, other=0).to(INDEX)
+        length = tl.load(slots + slot * FIELDS + 3, mask=there, other=0).to(INDEX)
     return segment, start, length, tile, slot
 
 
 @triton.jit
-def _rows_of_program(bounds, slot_segment, segments, length, slots, ROWS: tl.constexpr, INDEX: tl.constexpr):
+def _rows_of_program(slots, used, segments, length, bound, ROWS: tl.constexpr, INDEX: tl.constexpr):
     """The ROWS whole segments of a program, as [ROWS, 1]: (segment, its first token, its length), length 0 where there is none."""
     slot = tl.program_id(0).to(INDEX) * ROWS + tl.arange(0, ROWS)[:, None]
-    if bounds is None:
+    if slots is None:
         segment = tl.minimum(slot, segments - 1)
         start = segment * length
         length = tl.where(slot < segments, length, 0)
     else:
-        found = tl.load(slot_segment + slot, mask=slot < slots, other=-1).to(INDEX)
-        segment = tl.maximum(found, 0)
-        start = tl.load(bounds + segment).to(INDEX)
-        length = tl.where(found < 0, 0, tl.load(bounds + segment + 1).to(INDEX) - start)
+        there = (slot < bound) & (slot < tl.load(used))
+        segment = tl.load(slots + slot * FIELDS, mask=there, other=0).to(INDEX)
+        start = tl.load(slots + slot * FIELDS + 2, mask=there, other=0).to(INDEX)
+        length = tl.load(slots + slot * FIELDS + 3, mask=there, other=0).to(INDEX)
     return segment, start, length
 
 
@@ -77,7 +76,7 @@ def _rates_of(
 
 # Not specialised, so that loads are never wider than an element: then a thread holds one element at a time and a segment's bits do not depend
 # on where it lies, nor the number of compiled kernels on how many different shapes there are.
-@triton.jit(do_not_specialize=["segments", "length", "slots"])
+@triton.jit(do_not_specialize=["segments", "length", "bound"])
 def scan_tiles(
     inputs,
     outputs,
@@ -85,13 +84,12 @@ def scan_tiles(
     rate_numbers,
     flags,
     bootstrap,
-    bounds,  # of a pack, else None: rows of `length` tokens
-    slot_segment,
-    slot_tile,
+    slots,  # of a pack, else None: rows of `length` tokens
+    used,
     carries,
     segments,
     length,
-    slots,
+    bound,
     coefficients: tl.constexpr,
     results: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -115,12 +113,10 @@ def scan_tiles(
 ):
     """Everything, for the tile (TILED) or the ROWS whole segments of one program."""
     if TILED:
-        segment, start, length, tile, slot = _tile_of_program(
-            bounds, slot_segment, slot_tile, segments, length, slots, REVERSE, WIDTH, INDEX
-        )
+        segment, start, length, tile, slot = _tile_of_program(slots, used, segments, length, bound, REVERSE, WIDTH, INDEX)
         head = tile * WIDTH
     else:
-        segment, start, length = _rows_of_program(bounds, slot_segment, segments, length, slots, ROWS, INDEX)
+        segment, start, length = _rows_of_program(slots, used, segments, length, bound, ROWS, INDEX)
         head = length * 0
     origin = start + head
     tail = length - head
