@@ -40,7 +40,7 @@ def compiled_sweep(
     read_following = _following(entry, following, number)
     step = _step(_coefficients(coefficients, rates), read_following, entry.end in ("carry", "initial"), number, aggregate)
     outputs = _outputs(results, _writer(len(entry.outputs)), _rate_reader(0, rates[0]))
-    sweep: Callable[..., None] = _sweep(step, read, outputs, entry.reverse, number, aggregate)
+    sweep: Callable[..., None] = _sweep(step, read, outputs, _blanker(len(entry.outputs)), entry.reverse, number, aggregate)
     return sweep
 
 
@@ -129,6 +129,20 @@ def _writer(count: int) -> Any:
         arrays[last][t] = values[last] if on else 0
 
     return write
+
+
+def _blanker(count: int) -> Any:
+    """(arrays, t): write 0 to each array."""
+    if count == 0:
+        return compiled(lambda arrays, t: None)
+    head, last = _blanker(count - 1), count - 1
+
+    @compiled
+    def blank(arrays, t):
+        head(arrays, t)
+        arrays[last][t] = 0
+
+    return blank
 
 
 @compiled
@@ -223,13 +237,14 @@ def _outputs(results: Any, write: Any, read_rates: Any) -> Any:
     """Write the results of one step."""
 
     @compiled
-    def outputs(arrays, t, on, here, following, state, next_x, rates, rate_kinds, segment):
+    def outputs(arrays, t, on, step, here, rates, rate_kinds, segment):
+        state, following, next_x = step
         write(arrays, t, on, results(here, following, (state[0], state[1]), next_x, read_rates(rates, rate_kinds, segment, t)))
 
     return outputs
 
 
-def _sweep(step: Any, read: Any, write: Any, reverse: bool, number: type, aggregate: bool) -> Any:
+def _sweep(step: Any, read: Any, write: Any, blank: Any, reverse: bool, number: type, aggregate: bool) -> Any:
     """The loop over a piece's tokens, in the order of the scan."""
     zero, one = number(0), number(1)
     forward = -1 if reverse else 1
@@ -242,10 +257,8 @@ def _sweep(step: Any, read: Any, write: Any, reverse: bool, number: type, aggreg
             first, last = bounds[segment], bounds[segment + 1] - 1
             beside, count = (stop, last + 1 - stop) if reverse else (begin - 1, begin - first)
             end = _precedes(beside, count, segment, first, last, flags, kinds, masked, bootstrap, direction)
-            state, next_x = (carries[piece, 0], carries[piece, 1], one, one), (zero, zero)
+            state = (carries[piece, 0], carries[piece, 1], one, one)
             t, left = (stop - 1 if reverse else begin), stop - begin
-            here = read(inputs, t, False, zero)
-            following = step(t, here, (-1, zero, False), False, state, inputs, rates, rate_kinds, segment)[1]
             while left > 0:
                 if _ends_before(t, segment, first, last, flags, kinds, direction):
                     end = _end_at(t, segment, first, last, flags, kinds, bootstrap, direction)
@@ -253,19 +266,21 @@ def _sweep(step: Any, read: Any, write: Any, reverse: bool, number: type, aggreg
                 if trainable or masked != SKIP:
                     here = read(inputs, t, trainable or masked == KEEP, zero)
                     on_preceding = kinds[0] == 0 or masked != ZERO or flags[0][max(end[0], 0)]
-                    state, following, next_x = step(t, here, end, on_preceding, state, inputs, rates, rate_kinds, segment)
-                    end = (t, zero, False)
-                if not aggregate:
-                    write(outputs, t, trainable, here, following, state, next_x, rates, rate_kinds, segment)
+                    taken = step(t, here, end, on_preceding, state, inputs, rates, rate_kinds, segment)
+                    state, end = taken[0], (t, zero, False)
+                    if not aggregate:
+                        write(outputs, t, trainable, taken, here, rates, rate_kinds, segment)
+                elif not aggregate:
+                    blank(outputs, t)
                 t, left = t + forward, left - 1
                 # The common case, tokens that nothing sets apart from the one before, in a loop without a branch.
                 plain = _plain(t, left, segment, first, last, flags, kinds, direction) if trainable and end[0] == t - forward else 0
                 for t in range(t, t + plain * forward, forward):  # noqa: B020
                     here = read(inputs, t, True, zero)
-                    end = (t - forward, zero, False)
-                    state, following, next_x = step(t, here, end, True, state, inputs, rates, rate_kinds, segment)
+                    taken = step(t, here, (t - forward, zero, False), True, state, inputs, rates, rate_kinds, segment)
+                    state = taken[0]
                     if not aggregate:
-                        write(outputs, t, True, here, following, state, next_x, rates, rate_kinds, segment)
+                        write(outputs, t, True, taken, here, rates, rate_kinds, segment)
                 if plain > 0:
                     end, t, left = (t, zero, False), t + forward, left - plain
             if aggregate:

@@ -50,9 +50,9 @@ def _rows(call: Call) -> triton_map.TileMap:
     """Rows need no map: a program tells its tile from its number."""
     length = call.length or 0
     if length > tiles.WIDTH:
-        return triton_map.TileMap(tiles.WIDTH, 1, call.segments * triton.cdiv(length, tiles.WIDTH), None, None)
+        return triton_map.TileMap(tiles.WIDTH, 1, call.segments * triton.cdiv(length, tiles.WIDTH), None)
     width = max(triton_tile.RUN.value, triton.next_power_of_2(length))
-    return triton_map.TileMap(width, max(1, tiles.PROGRAM // width), call.segments, None, None)
+    return triton_map.TileMap(width, max(1, tiles.PROGRAM // width), call.segments, None)
 
 
 def _launch(tile_map: triton_map.TileMap, call: Call, outputs: list[Tensor], arguments: dict[str, Any]) -> None:
@@ -69,7 +69,6 @@ def _launch(tile_map: triton_map.TileMap, call: Call, outputs: list[Tensor], arg
     triton_scan.scan_tiles[(triton.cdiv(tile_map.bound, tile_map.rows),)](
         outputs=tuple(outputs),
         slots=tile_map.slots,
-        used=tile_map.used,
         carries=carries,
         segments=call.segments,
         length=call.length or 0,

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .tiles import INTERPRETED, PROGRAM, SHORT, WIDTH
 
 FIELDS = tl.constexpr(4)  # of a slot: segment, tile, the segment's first token, its length
-_COUNTED = 64 if INTERPRETED else 4096  # segments counted at a time
+_COUNTED = 64 if INTERPRETED else 2048  # segments counted at a time
 _FILLED = 64 if INTERPRETED else 256  # slots filled by a program
 
 
@@ -28,15 +28,13 @@ class TileMap:
         width: of the tiles.
         rows: slots a program holds.
         bound: at most so many slots are in use.
-        slots: int64 [bound, FIELDS]; None for rows, whose programs tell their tile from their number.
-        used: int64 [1], how many are in use; None for rows.
+        slots: int64 [bound, FIELDS], length 0 in one not in use; None for rows, whose programs tell their tile from their number.
     """
 
     width: int
     rows: int
     bound: int
     slots: Tensor | None
-    used: Tensor | None
 
 
 # A captured graph neither reads nor fills this: its boundaries may change between replays, and its memory is its own.
@@ -64,8 +62,8 @@ def _make(cu_seqlens: Tensor, tokens: int) -> tuple[TileMap, ...]:
     _count_tiles[(1,)](cu_seqlens, ends, segments, tokens, WIDTH, SHORT, _COUNTED, num_warps=8)
     programs = triton.cdiv(bounds[0], _FILLED), triton.cdiv(bounds[1], _FILLED)
     _fill_slots[(sum(programs),)](cu_seqlens, ends, slots, segments, tokens, bounds[0], bounds[1], programs[0], _FILLED, num_warps=4)
-    long = TileMap(WIDTH, 1, bounds[0], slots[: bounds[0]], ends[0, -1:])
-    return long, TileMap(SHORT, PROGRAM // SHORT, bounds[1], slots[bounds[0] :], ends[1, -1:])
+    long = TileMap(WIDTH, 1, bounds[0], slots[: bounds[0]])
+    return long, TileMap(SHORT, PROGRAM // SHORT, bounds[1], slots[bounds[0] :])
 
 
 @triton.jit
@@ -86,11 +84,11 @@ def _count_tiles(cu_seqlens, ends, segments, tokens, WIDTH: tl.constexpr, SHORT:
         there = segment < segments
         _, length = _start_and_length(cu_seqlens, segment, tokens, there)
         long = tl.where(length > SHORT, tl.cdiv(length, WIDTH), 0)
-        short = ((length > 0) & (length <= SHORT)).to(tl.int64)
+        short = (length > 0) & (length <= SHORT)
         tl.store(ends + segment, long_before + tl.cumsum(long), mask=there)
-        tl.store(ends + segments + segment, short_before + tl.cumsum(short), mask=there)
+        tl.store(ends + segments + segment, short_before + tl.cumsum(short.to(tl.int32)), mask=there)
         long_before += tl.sum(long)
-        short_before += tl.sum(short)
+        short_before += tl.sum(short.to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["segments", "tokens", "long_bound", "short_bound", "long_programs"])
@@ -100,7 +98,8 @@ def _fill_slots(cu_seqlens, ends, slots, segments, tokens, long_bound, short_bou
     is_short = program >= long_programs
     slot = ((program - long_programs if is_short else program) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     totals = ends + (segments if is_short else 0)
-    used = (slot < tl.load(totals + segments - 1)) & (slot < (short_bound if is_short else long_bound))
+    there = slot < (short_bound if is_short else long_bound)
+    used = there & (slot < tl.load(totals + segments - 1))
     low = slot * 0
     high = low + segments
     left = segments
@@ -113,7 +112,7 @@ def _fill_slots(cu_seqlens, ends, slots, segments, tokens, long_bound, short_bou
     start, length = _start_and_length(cu_seqlens, low, tokens, used)
     before = tl.load(totals + low - 1, mask=used & (low > 0), other=0)
     target = slots + (slot + (long_bound if is_short else 0)) * FIELDS
-    tl.store(target, low, mask=used)
-    tl.store(target + 1, slot - before, mask=used)
-    tl.store(target + 2, start, mask=used)
-    tl.store(target + 3, length, mask=used)
+    tl.store(target, tl.where(used, low, 0), mask=there)
+    tl.store(target + 1, tl.where(used, slot - before, 0), mask=there)
+    tl.store(target + 2, start, mask=there)
+    tl.store(target + 3, tl.where(used, length, 0), mask=there)

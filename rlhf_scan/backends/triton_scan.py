@@ -19,7 +19,7 @@ from .triton_tile import RUN, carried, down_runs, up_runs
 
 
 @triton.jit
-def _tile_of_program(slots, used, segments, length, bound, REVERSE: tl.constexpr, WIDTH: tl.constexpr, INDEX: tl.constexpr):
+def _tile_of_program(slots, segments, length, bound, REVERSE: tl.constexpr, WIDTH: tl.constexpr, INDEX: tl.constexpr):
     """The one tile of a program: (segment, its first token, its length, tile, slot in the chain); length 0 where there is nothing to do.
 
     Tiles come in the order of their chains: of rows all first tiles, then all second ones, ...; of a pack slot by slot.
@@ -34,16 +34,15 @@ def _tile_of_program(slots, used, segments, length, bound, REVERSE: tl.constexpr
         slot = segment * tiles + tile
     else:
         slot = bound - 1 - program if REVERSE else program
-        there = slot < tl.load(used)
-        segment = tl.load(slots + slot * FIELDS, mask=there, other=0).to(INDEX)
-        tile = tl.load(slots + slot * FIELDS + 1, mask=there, other=0).to(INDEX)
-        start = tl.load(slots + slot * FIELDS + 2, mask=there, other=0).to(INDEX)
-        length = tl.load(slots + slot * FIELDS + 3, mask=there, other=0).to(INDEX)
+        segment = tl.load(slots + slot * FIELDS).to(INDEX)
+        tile = tl.load(slots + slot * FIELDS + 1).to(INDEX)
+        start = tl.load(slots + slot * FIELDS + 2).to(INDEX)
+        length = tl.load(slots + slot * FIELDS + 3).to(INDEX)
     return segment, start, length, tile, slot
 
 
 @triton.jit
-def _rows_of_program(slots, used, segments, length, bound, ROWS: tl.constexpr, INDEX: tl.constexpr):
+def _rows_of_program(slots, segments, length, bound, ROWS: tl.constexpr, INDEX: tl.constexpr):
     """The ROWS whole segments of a program, as [ROWS, 1]: (segment, its first token, its length), length 0 where there is none."""
     slot = tl.program_id(0).to(INDEX) * ROWS + tl.arange(0, ROWS)[:, None]
     if slots is None:
@@ -51,7 +50,7 @@ def _rows_of_program(slots, used, segments, length, bound, ROWS: tl.constexpr, I
         start = segment * length
         length = tl.where(slot < segments, length, 0)
     else:
-        there = (slot < bound) & (slot < tl.load(used))
+        there = slot < bound
         segment = tl.load(slots + slot * FIELDS, mask=there, other=0).to(INDEX)
         start = tl.load(slots + slot * FIELDS + 2, mask=there, other=0).to(INDEX)
         length = tl.load(slots + slot * FIELDS + 3, mask=there, other=0).to(INDEX)
@@ -85,7 +84,6 @@ def scan_tiles(
     flags,
     bootstrap,
     slots,  # of a pack, else None: rows of `length` tokens
-    used,
     carries,
     segments,
     length,
@@ -113,10 +111,10 @@ def scan_tiles(
 ):
     """Everything, for the tile (TILED) or the ROWS whole segments of one program."""
     if TILED:
-        segment, start, length, tile, slot = _tile_of_program(slots, used, segments, length, bound, REVERSE, WIDTH, INDEX)
+        segment, start, length, tile, slot = _tile_of_program(slots, segments, length, bound, REVERSE, WIDTH, INDEX)
         head = tile * WIDTH
     else:
-        segment, start, length = _rows_of_program(slots, used, segments, length, bound, ROWS, INDEX)
+        segment, start, length = _rows_of_program(slots, segments, length, bound, ROWS, INDEX)
         head = length * 0
     origin = start + head
     tail = length - head
