@@ -5,7 +5,7 @@ from .errors import BackendError, EngineError, InputError, RlhfScanError
 from .forward import eligibility_traces, episodic_cumsum
 from .functional import GAE, discounted_returns, gae, lambda_returns
 from .linear import linear_scan
-from .off_policy import Retrace, VTrace, retrace, vtrace
+from .off_policy import Retrace, VTrace, retrace, retrace_from_policy, vtrace
 from .requests import CreditRequest, CreditResult
 from .segments import Segments
 from .version import __version__
@@ -32,5 +32,6 @@ __all__ = [
     "lambda_returns",
     "linear_scan",
     "retrace",
+    "retrace_from_policy",
     "vtrace",
 ]

@@ -82,6 +82,8 @@ def _kind(call: Mapping[str, Any], tensor: Any) -> str | None:
         return None
     if tensor is not first and tensor.shape == (segments,):
         return "segment"
+    if tensor.shape[:-1] == first.shape:
+        return f"{tensor.shape[-1]} actions"
     return "token" if tensor.shape == first.shape else None
 
 
@@ -99,9 +101,14 @@ def _joined(calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One packed call that holds all of `calls`, in order."""
 
     def join(values: Sequence[Any]) -> Any:
-        return torch.cat([value.flatten() for value in values]) if isinstance(values[0], Tensor) else values[0]
+        if not isinstance(values[0], Tensor):
+            return values[0]
+        # What a tensor has beyond the shape of the tokens (actions) stays as it is.
+        extra = max(0, values[0].dim() - _first(lead).dim())
+        return torch.cat([value.reshape(-1, *value.shape[value.dim() - extra :]) for value in values])
 
     lead = calls[0]
+
     lengths = [_lengths(call) for call in calls]
     return {
         **lead,

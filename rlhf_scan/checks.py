@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,6 +85,23 @@ def per_token(layout: Layout, name: str, tensor: object) -> Tensor:
         )
     _check_device(layout, name, checked)
     return _flat(checked)
+
+
+def per_action(layout: Layout, names: tuple[str, str], tensors: Mapping[str, Any]) -> list[Tensor]:
+    """Two floating-point tensors with the layout's shape and one more dimension, of actions, as [N, A]."""
+    found: list[Tensor] = []
+    for name in names:
+        tensor = check_floats(layout.op, name, tensors[name])
+        actions = found[0].shape[1] if found else (tensor.shape[-1] if tensor.dim() else 0)
+        expected = [*layout.shape, actions or "A"]
+        if list(tensor.shape) != expected:
+            raise InputError(
+                f"{layout.op}: {name} must have shape {expected} to match {layout.like}{f' and {names[0]}' if found else ''}, "
+                f"got {list(tensor.shape)}; pass one entry per token and action"
+            )
+        _check_device(layout, name, tensor)
+        found.append(tensor.detach().contiguous().reshape(-1, actions))
+    return found
 
 
 def per_token_or_segment(layout: Layout, name: str, tensor: Tensor) -> Tensor:

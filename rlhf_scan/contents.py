@@ -22,6 +22,8 @@ def check_contents(layout: Layout, call: Call, rates: Mapping[str, Tensor]) -> N
     if call.mask is not None and call.masked != "keep":
         used = call.mask != 0
     for name, tensor in zip(call.estimator.inputs, call.inputs, strict=True):
+        if call.estimator.expectation is not None and name == call.estimator.continuation:
+            name = " * ".join(call.estimator.expectation)
         _raise_where(layout, name, tensor, used & ~tensor.isfinite(), "must be finite at trainable tokens", "mask that token or mend it")
     for name, tensor in rates.items():
         largest = call.estimator.rates[name].largest

@@ -30,6 +30,10 @@ class Backend(Protocol):
         """One [N] tensor of ``call.dtype`` per output."""
         ...
 
+    def expectation(self, values: Tensor, probabilities: Tensor, dtype: torch.dtype) -> Tensor:
+        """Sum over the actions, [N, A] -> [N], of values * probabilities; an action of probability 0 adds 0, whatever its value."""
+        ...
+
 
 def backend_module(name: str) -> Backend:
     """The module behind a backend's name; BackendError where what it needs is not installed."""
@@ -77,7 +81,8 @@ def estimate(
     checks.check_option(op, "validate", validate, ("shapes", "full"))
     checks.check_dtype(op, dtype)
     layout = checks.resolve_layout(op, entry.inputs[0], tensors[entry.inputs[0]], segments)
-    inputs = [checks.per_token(layout, key, tensors[key]) for key in entry.inputs]
+    chosen = choose_backend(backend, layout.device)
+    inputs = _inputs(layout, entry, tensors, chosen)
     resolved = {
         key: None if rates[key] is None and rate.default is None else checks.resolve_rate(layout, key, rates[key], rate.largest)
         for key, rate in entry.rates.items()
@@ -97,11 +102,19 @@ def estimate(
         starts=boundary == "starts_at",
         dtype=dtype or _output_dtype(inputs),
     )
-    chosen = choose_backend(backend, layout.device)
     if validate == "full":
         check_contents(layout, call, {key: rate for key, rate in resolved.items() if isinstance(rate, Tensor)})
     outputs = _through_op(call, list(resolved.values()), chosen)
     return tuple(output.reshape(layout.shape) for output in outputs)
+
+
+def _inputs(layout: checks.Layout, entry: Estimator, tensors: Mapping[str, Any], backend: str) -> list[Tensor]:
+    """The estimator's inputs, [N] each."""
+    if entry.expectation is None:
+        return [checks.per_token(layout, key, tensors[key]) for key in entry.inputs]
+    values, probabilities = checks.per_action(layout, entry.expectation, tensors)
+    expected: Tensor = torch.ops.rlhf_scan.expectation(values, probabilities, backend)
+    return [expected if key == entry.continuation else checks.per_token(layout, key, tensors[key]) for key in entry.inputs]
 
 
 def _output_dtype(inputs: Sequence[Tensor]) -> torch.dtype:
@@ -117,6 +130,7 @@ _SCHEMA = (
 )
 _library = torch.library.Library("rlhf_scan", "DEF")
 _library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+_library.define("expectation(Tensor values, Tensor probabilities, str backend) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def _through_op(call: Call, rates: Sequence[float | Tensor | None], backend: str) -> list[Tensor]:
@@ -183,6 +197,20 @@ def _estimate_op(
     return backend_module(backend).run(call)
 
 
+def _expectation_op(values: Tensor, probabilities: Tensor, backend: str) -> Tensor:
+    if values.numel() == 0:
+        return values.new_zeros(values.shape[0], dtype=_expectation_dtype(values, probabilities))
+    return backend_module(backend).expectation(values, probabilities, _expectation_dtype(values, probabilities))
+
+
+def _expectation_fake(values: Tensor, probabilities: Tensor, backend: str) -> Tensor:
+    return values.new_empty(values.shape[0], dtype=_expectation_dtype(values, probabilities))
+
+
+def _expectation_dtype(values: Tensor, probabilities: Tensor) -> torch.dtype:
+    return torch.float64 if torch.float64 in (values.dtype, probabilities.dtype) else torch.float32
+
+
 def _empty_outputs(entry: Estimator, like: Tensor, dtype: torch.dtype) -> list[Tensor]:
     return [torch.empty_like(like, dtype=dtype) for _ in entry.outputs]
 
@@ -193,3 +221,5 @@ def _estimate_fake(name: str, inputs: list[Tensor], *rest: Any) -> list[Tensor]:
 
 _library.impl("estimate", _estimate_op, "CompositeExplicitAutograd")
 torch.library.register_fake("rlhf_scan::estimate", _estimate_fake, lib=_library)
+_library.impl("expectation", _expectation_op, "CompositeExplicitAutograd")
+torch.library.register_fake("rlhf_scan::expectation", _expectation_fake, lib=_library)

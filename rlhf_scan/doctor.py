@@ -53,9 +53,9 @@ def examine() -> dict[str, Any]:
     }
 
 
-def self_test(backend: str) -> list[SelfTest]:
+def self_test(backend: str) -> Iterator[SelfTest]:
     """Run every served estimator on `backend` and on the reference, over rows and packs with masks, ends and bootstraps."""
-    return [_test_estimator(entry, backend) for entry in served()]
+    return (_test_estimator(entry, backend) for entry in served())
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -110,7 +110,8 @@ def _samples(entry: Estimator) -> Iterator[CreditRequest]:
 
 
 def _tensors(entry: Estimator, shape: tuple[int, ...], segments: int, generator: torch.Generator) -> dict[str, Tensor]:
-    tensors = {name: torch.randn(shape, generator=generator) for name in entry.inputs}
+    actions = entry.expectation or ()
+    tensors = {name: torch.randn((*shape, 3) if name in actions else shape, generator=generator) for name in entry.arguments}
     for name, share in (("mask", 0.8), ("terminated", 0.1), ("truncated", 0.1)):
         if name in entry.takes:
             tensors[name] = torch.rand(shape, generator=generator) < share

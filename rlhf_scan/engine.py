@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-from torch import Tensor
+import torch
 
 from .batching import Batch, batches
 from .dispatch import choose_backend, estimate
-from .estimators import estimator
+from .estimators import Estimator, estimator
 from .requests import CreditRequest, CreditResult, estimate_arguments
 from .version import __version__
 
@@ -59,8 +59,10 @@ def _run(batch: Batch, backend: str, validate: str) -> list[CreditResult]:
     entry = estimator(arguments["name"])
     started = time.perf_counter()
     outputs = estimate(**arguments, backend=backend, validate=validate)
-    elapsed = time.perf_counter() - started
     device = outputs[0].device
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    elapsed = time.perf_counter() - started
     report = {
         "backend": choose_backend(backend, device),
         "device": str(device),
@@ -69,9 +71,20 @@ def _run(batch: Batch, backend: str, validate: str) -> list[CreditResult]:
         "version": __version__,
     }
     parts = batch.split(outputs)
-    return [_result(entry.outputs, tensors, report, size) for tensors, size in zip(parts, batch.sizes, strict=True)]
+    counts = _counts(entry, batch)
+    return [
+        CreditResult(dict(zip(entry.outputs, tensors, strict=True)), {**report, "segments": segments, "tokens": tokens, **counted})
+        for tensors, (segments, tokens), counted in zip(parts, batch.sizes, counts, strict=True)
+    ]
 
 
-def _result(names: Sequence[str], tensors: Sequence[Tensor], report: dict[str, Any], size: tuple[int, int]) -> CreditResult:
-    segments, tokens = size
-    return CreditResult(dict(zip(names, tensors, strict=True)), {**report, "segments": segments, "tokens": tokens})
+def _counts(entry: Estimator, batch: Batch) -> list[dict[str, int]]:
+    """What `Estimator.counts` counts at the trainable tokens of each member."""
+    counted: list[dict[str, int]] = [{} for _ in batch.members]
+    for name, where in entry.counts.items():
+        found = where(batch.arguments["tensors"])
+        if batch.arguments["mask"] is not None:
+            found = found & (batch.arguments["mask"] != 0)
+        for member, (part,) in zip(counted, batch.split([found]), strict=True):
+            member[name] = int(part.sum())
+    return counted

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from torch import Tensor
 
 from . import coefficients, naive
 from .errors import InputError
@@ -44,6 +46,9 @@ class Estimator:
         following: the inputs whose value at the next step the builder reads; the value after the end stands in where the segment ends.
         continuation: an input that is itself the value that follows its step (as E[Q] is), also where the segment ends, unless it
             terminates there; the builder gets it as the last of `following`, 0 where it terminates.
+        expectation: (values, probabilities) of each action, [.., A], that the caller gives in place of `continuation`, which is their
+            sum of products.
+        counts: what a report counts: name -> a function of the arguments by name to a bool tensor in their shape.
         end: what `bootstrap` is. "value": it stands in for the inputs in `following`. "carry": it is also the x that follows the last step.
             "initial": the x before the first step, called `initial`, per segment only. "none": none is taken.
         takes: which of mask, terminated, truncated it takes.
@@ -63,11 +68,21 @@ class Estimator:
     rates: Mapping[str, Rate] = field(default_factory=dict)
     following: tuple[str, ...] = ()
     continuation: str | None = None
+    expectation: tuple[str, str] | None = None
+    counts: Mapping[str, Callable[[Mapping[str, Tensor]], Tensor]] = field(default_factory=dict)
     end: str = "value"
     takes: tuple[str, ...] = ("mask", "terminated", "truncated")
     starts: bool = False
     reverse: bool = True
     served: bool = True
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The token-level tensors as a caller gives them."""
+        given: list[str] = []
+        for name in self.inputs:
+            given += self.expectation if self.expectation is not None and name == self.continuation else (name,)
+        return tuple(given)
 
     @property
     def end_name(self) -> str | None:
@@ -107,6 +122,14 @@ def served() -> Iterator[Estimator]:
 _GAMMA = Rate(1.0, meaning="discount per step")
 _LAM = Rate(0.95, meaning="trace parameter per step")
 _LOGPROBS = ("behavior_logprobs", "target_logprobs")
+
+
+def _is_cut(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Where the log-ratio is cut."""
+    return tensors["target_logprobs"] - tensors["behavior_logprobs"] > coefficients.LARGEST_LOG_RATIO
+
+
+_CUT = {"log_ratios_cut": _is_cut}
 
 register(
     Estimator(
@@ -167,28 +190,37 @@ register(
         coefficients=coefficients.vtrace_coefficients,
         results=coefficients.vtrace_results,
         naive=naive.vtrace,
+        counts=_CUT,
         following=("values",),
     )
 )
+_RETRACE = Estimator(
+    name="retrace",
+    summary="target_t = r_t + gamma * E[Q(s_{t+1}, .)] + gamma * lam * c_{t+1} * (target_{t+1} - Q_{t+1}), c = min(c_bar, ratio)",
+    inputs=("rewards", "q_values", "expected_next_q", *_LOGPROBS),
+    outputs=("targets", "advantages"),
+    rates={
+        "gamma": _GAMMA,
+        "lam": Rate(1.0, meaning="trace parameter per step"),
+        "c_bar": Rate(1.0, math.inf, "largest importance ratio in the trace"),
+        "rho_bar": Rate(1.0, math.inf, "largest importance ratio in the advantage"),
+    },
+    channels=(("gamma", "lam", "c_bar", "rho_bar"),),
+    coefficients=coefficients.retrace_coefficients,
+    results=coefficients.retrace_results,
+    naive=naive.retrace,
+    following=("q_values", *_LOGPROBS),
+    continuation="expected_next_q",
+    counts=_CUT,
+    end="none",
+)
+register(_RETRACE)
 register(
-    Estimator(
-        name="retrace",
-        summary="target_t = r_t + gamma * E[Q(s_{t+1}, .)] + gamma * lam * c_{t+1} * (target_{t+1} - Q_{t+1}), c = min(c_bar, ratio)",
-        inputs=("rewards", "q_values", "expected_next_q", *_LOGPROBS),
-        outputs=("targets", "advantages"),
-        rates={
-            "gamma": _GAMMA,
-            "lam": Rate(1.0, meaning="trace parameter per step"),
-            "c_bar": Rate(1.0, math.inf, "largest importance ratio in the trace"),
-            "rho_bar": Rate(1.0, math.inf, "largest importance ratio in the advantage"),
-        },
-        channels=(("gamma", "lam", "c_bar", "rho_bar"),),
-        coefficients=coefficients.retrace_coefficients,
-        results=coefficients.retrace_results,
-        naive=naive.retrace,
-        following=("q_values", *_LOGPROBS),
-        continuation="expected_next_q",
-        end="none",
+    replace(
+        _RETRACE,
+        name="retrace_from_policy",
+        summary="Retrace(lambda) with E[Q(s_{t+1}, .)] = sum over actions of target_probs * next_q",
+        expectation=("next_q", "target_probs"),
     )
 )
 register(

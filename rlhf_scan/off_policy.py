@@ -155,3 +155,68 @@ def retrace(
             validate=validate,
         )
     )
+
+
+def retrace_from_policy(
+    rewards: Tensor,
+    q_values: Tensor,
+    next_q: Tensor,
+    target_probs: Tensor,
+    behavior_logprobs: Tensor,
+    target_logprobs: Tensor,
+    *,
+    gamma: float | Tensor = 1.0,
+    lam: float | Tensor = 1.0,
+    c_bar: float | Tensor = 1.0,
+    rho_bar: float | Tensor = 1.0,
+    segments: Segments | None = None,
+    mask: Tensor | None = None,
+    masked: str = "skip",
+    terminated: Tensor | None = None,
+    truncated: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    validate: str = "shapes",
+) -> Retrace:
+    """`retrace` from the action values and the policy at the state that follows, whose expectation it takes itself.
+
+        E_t = sum over actions of target_probs[t, a] * next_q[t, a];   all else as in `retrace`
+
+    An action of probability 0 adds 0, whatever its value.
+
+    Args:
+        next_q: Q(s_{t+1}, .), the shape of `rewards` and one more dimension, of actions.
+        target_probs: pi(. | s_{t+1}), likewise: the policy at the state that follows, as `next_q` is; not at s_t.
+        rewards, q_values, behavior_logprobs, target_logprobs, gamma, lam, c_bar, rho_bar: as in `retrace`.
+        segments, mask, masked, terminated, truncated, dtype, backend, validate: as in `gae`.
+
+    Returns:
+        Retrace(targets, advantages), in the shape of `rewards`, detached from autograd.
+
+    Raises:
+        InputError, BackendError: as in `gae`.
+
+    Munos et al. 2016, Safe and Efficient Off-Policy Reinforcement Learning.
+    """
+    return Retrace(
+        *estimate(
+            "retrace_from_policy",
+            {
+                "rewards": rewards,
+                "q_values": q_values,
+                "next_q": next_q,
+                "target_probs": target_probs,
+                "behavior_logprobs": behavior_logprobs,
+                "target_logprobs": target_logprobs,
+            },
+            {"gamma": gamma, "lam": lam, "c_bar": c_bar, "rho_bar": rho_bar},
+            segments=segments,
+            mask=mask,
+            masked=masked,
+            terminated=terminated,
+            truncated=truncated,
+            dtype=dtype,
+            backend=backend,
+            validate=validate,
+        )
+    )

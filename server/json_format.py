@@ -101,7 +101,10 @@ def _flatten(op: str, name: str, value: Any) -> tuple[list[Any], tuple[int, ...]
     if len(lengths) > 1:
         at = next(index for index, row in enumerate(value) if not isinstance(row, list) or len(row) != len(value[0] or []))
         raise InputError(f"{op}: {name} must have rows of one length, got another one at row {at}; pad the rows and mask, or send a pack")
-    return list(chain.from_iterable(value)), (len(value), len(value[0]))
+    rows = [_flatten(op, name, row) for row in value]
+    if len({shape for _, shape in rows}) > 1:
+        raise InputError(f"{op}: {name} must have rows of one shape, got {rows[0][1]} and another; pad the rows and mask, or send a pack")
+    return list(chain.from_iterable(numbers for numbers, _ in rows)), (len(value), *rows[0][1])
 
 
 def _kind(value: Any) -> str:

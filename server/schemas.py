@@ -61,7 +61,7 @@ def _content(json_schema: dict[str, Any], file_schema: dict[str, Any]) -> dict[s
 
 
 def _request(entry: Estimator) -> dict[str, Any]:
-    tensors = _object({name: _tensor(entry, name) for name in tensor_names(entry)}, required=list(entry.inputs))
+    tensors = _object({name: _tensor(entry, name) for name in tensor_names(entry)}, required=list(entry.arguments))
     params: dict[str, dict[str, Any]] = {name: _rate(rate) for name, rate in entry.rates.items()}
     params |= {name: {"enum": list(words), "default": words[0], "description": _MEANINGS[name]} for name, words in options(entry).items()}
     params["dtype"] = {"enum": list(DTYPES), "description": _MEANINGS["dtype"]}
@@ -71,7 +71,7 @@ def _request(entry: Estimator) -> dict[str, Any]:
 def _file(entry: Estimator) -> dict[str, Any]:
     return {
         **_BYTES,
-        "description": f"A safetensors file with the tensors {', '.join(tensor_names(entry))} ({', '.join(entry.inputs)} must be there), "
+        "description": f"A safetensors file with the tensors {', '.join(tensor_names(entry))} ({', '.join(entry.arguments)} must be there), "
         "and the parameters as strings in its metadata.",
     }
 
@@ -82,7 +82,9 @@ def _result(entry: Estimator) -> dict[str, Any]:
 
 
 def _tensor(entry: Estimator, name: str) -> dict[str, Any]:
-    if name in entry.inputs:
+    if entry.expectation is not None and name in entry.expectation:
+        return {"description": "[B, T, A], or packed [N, A]: one entry per action."}
+    if name in entry.arguments:
         return {**_numbers("number"), "description": "[B, T], or packed [N]."}
     if name in entry.rates:
         return {**_numbers("number"), "description": f"{name} per segment or per token, instead of the parameter."}

@@ -63,7 +63,8 @@ def request_for(entry: Estimator, layout: str = "rows", dtype: torch.dtype = tor
         return torch.randn(shape, generator=random).to(dtype)
 
     shape, segments = ((3, 7), 3) if layout == "rows" else ((21,), 4)
-    tensors = {name: floats(*shape) for name in entry.inputs}
+    actions = entry.expectation or ()
+    tensors = {name: floats(*shape, 3) if name in actions else floats(*shape) for name in entry.arguments}
     tensors |= {name: torch.rand(segments, generator=random).to(dtype) for name in entry.rates}
     tensors |= {name: torch.rand(shape, generator=random) < 0.5 for name in entry.takes}
     if entry.end_name is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..call import MASK_MODES, Call, Rate, is_per_segment
-from .cpu_sweep import compiled_sweep
+from .cpu_sweep import compiled_sweep, sum_of_products
 
 Array = npt.NDArray[Any]
 
@@ -49,6 +49,14 @@ def run(call: Call) -> list[Tensor]:
     sweep = compiled_sweep(*formulas, False)
     _spread(lambda part: sweep(part, carries, written, *arguments), np.arange(len(pieces)), pieces)
     return [output.to(call.dtype) for output in outputs]
+
+
+def expectation(values: Tensor, probabilities: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum over the actions of values * probabilities, in the order of the actions."""
+    number = np.float64 if dtype == torch.float64 else np.float32
+    expected = torch.empty(len(values), dtype=dtype)
+    sum_of_products(_numbers(values, number), _numbers(probabilities, number), expected.numpy())
+    return expected
 
 
 def _bounds(call: Call) -> Array:

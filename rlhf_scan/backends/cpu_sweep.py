@@ -287,3 +287,14 @@ def _sweep(step: Any, read: Any, write: Any, blank: Any, reverse: bool, number: 
                 carries[piece, 0], carries[piece, 1], carries[piece, 2], carries[piece, 3] = state
 
     return sweep
+
+
+@njit(nogil=True)
+def sum_of_products(values, weights, sums):
+    """sums[t] = sum over a of values[t, a] * weights[t, a]; a weight of 0 adds 0, whatever the value."""
+    for t in range(len(sums)):
+        total = sums.dtype.type(0)
+        for action in range(values.shape[1]):
+            if weights[t, action] != 0:
+                total += values[t, action] * weights[t, action]
+        sums[t] = total

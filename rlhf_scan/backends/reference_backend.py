@@ -38,6 +38,12 @@ def run(call: Call) -> list[Tensor]:
     return [output.to(call.dtype).to(device) for output in outputs]
 
 
+def expectation(values: Tensor, probabilities: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum over the actions of values * probabilities."""
+    chosen = probabilities != 0
+    return torch.where(chosen, values.double() * probabilities.double(), 0.0).sum(1).to(dtype)
+
+
 def _steps(call: Call, segment: int, start: int, stop: int, trainable: list[bool]) -> list[Step]:
     """The steps of one segment in the order of the scan."""
     order = range(stop - 1, start - 1, -1) if call.estimator.reverse else range(start, stop)

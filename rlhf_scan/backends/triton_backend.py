@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..call import MASK_MODES, Call, Rate, is_per_segment
-from . import tiles, triton_carry, triton_map, triton_scan, triton_steps, triton_tile
+from . import tiles, triton_carry, triton_expectation, triton_map, triton_scan, triton_steps, triton_tile
 from .formulas import compiled_formula
 
 # Places within a launch are int32 below this many tokens (a tile may reach past the last one), int64 above.
@@ -44,6 +44,19 @@ def run(call: Call) -> list[Tensor]:
         for tile_map in triton_map.tile_maps(call.cu_seqlens, call.tokens):
             _launch(tile_map, call, outputs, arguments)
     return outputs
+
+
+def expectation(values: Tensor, probabilities: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum over the actions of values * probabilities."""
+    tokens, actions = values.shape
+    expected = torch.empty(tokens, dtype=dtype, device=values.device)
+    width = min(triton.next_power_of_2(actions), 128)
+    rows = max(1, tiles.PROGRAM // width)
+    accumulate = tl.float64 if dtype == torch.float64 else tl.float32
+    triton_expectation.sum_of_products[(triton.cdiv(tokens, rows),)](
+        values, probabilities, expected, tokens, actions, rows, width, accumulate, num_warps=4, enable_fp_fusion=True
+    )
+    return expected
 
 
 def _rows(call: Call) -> triton_map.TileMap:
