@@ -43,6 +43,7 @@ def backend_module(name: str) -> Backend:
         raise BackendError(f"backend {name!r} needs {error.name}, which is not installed; install it or choose another backend") from error
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile cannot trace an import
 def choose_backend(name: str, device: torch.device) -> str:
     """The backend that runs, given what was asked for: "auto" is triton for CUDA tensors, else cpu. Raises BackendError if it cannot."""
     chosen = name if name != "auto" else ("triton" if device.type == "cuda" else "cpu")
