@@ -47,7 +47,7 @@ def assert_as_expected(case: Case, outputs: dict[str, Tensor], shape: tuple[int,
 def call(case: Case, backend: str, shape: tuple[int, ...], segments: Segments | None) -> dict[str, Tensor]:
     tensors, params = tensors_of(case, backend, shape)
     entry = estimator(case["op"])
-    inputs = [tensors.pop(name) for name in entry.inputs]
+    inputs = [tensors.pop(name) for name in entry.arguments]
     found = getattr(rlhf_scan, case["op"])(*inputs, **tensors, **params, segments=segments, backend=backend, validate="full")
     return dict(zip(entry.outputs, [found] if isinstance(found, Tensor) else found, strict=True))
 

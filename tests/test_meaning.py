@@ -12,7 +12,7 @@ from torch import Tensor
 import rlhf_scan
 from rlhf_scan import Segments
 
-pytestmark = pytest.mark.usefixtures("nan_filled")
+pytestmark = pytest.mark.usefixtures("nan_filled", "no_hang")
 
 nan = float("nan")
 REWARDS, VALUES = [1.0, 2.0, 4.0], [8.0, 16.0, 32.0]
