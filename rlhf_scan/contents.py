@@ -31,14 +31,15 @@ def check_contents(layout: Layout, call: Call, rates: Mapping[str, Tensor]) -> N
         where = lengths.reshape(-1, 1) > 0 if is_per_segment(tensor) else used
         _raise_where(layout, name, tensor, where & outside, f"must lie in {interval(largest)}", RATE_REMEDY)
     if call.bootstrap is not None:
-        where = _bootstrap_is_read(call, lengths)
+        initial = call.estimator.end == "initial"
+        where = _initial_is_read(call, lengths) if initial else _bootstrap_is_read(call, lengths)
         _raise_where(
             layout,
             call.estimator.end_name or "bootstrap",
             call.bootstrap,
             where & ~call.bootstrap.isfinite(),
-            "must be finite where the segment does not terminate",
-            "set terminated there or pass the value that follows",
+            "must be finite where the segment has tokens" if initial else "must be finite where the segment does not terminate",
+            "pass what precedes the first one" if initial else "set terminated there or pass the value that follows",
         )
 
 
@@ -53,6 +54,18 @@ def _segment_lengths(layout: Layout, call: Call) -> Tensor:
             f"{layout.op}: cu_seqlens must end at N = {call.tokens}, got {total}; add the missing segments or cut the tensors to the pack"
         )
     return layout.boundaries.on(layout.device).diff()
+
+
+def _initial_is_read(call: Call, lengths: Tensor) -> Tensor:
+    """Where `initial` reaches a result, [S, 1]: everywhere but in empty segments and before a token that starts an episode."""
+    read = lengths > 0
+    if call.starts and call.terminated is not None:
+        first = (lengths.cumsum(0) - lengths)[read]
+        if is_per_segment(call.terminated):
+            read[read.clone()] = ~((call.terminated.flatten() != 0)[read] & (lengths[read] == 1))
+        else:
+            read[read.clone()] = call.terminated[first] == 0
+    return read.reshape(-1, 1)
 
 
 def _bootstrap_is_read(call: Call, lengths: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def estimate(
         truncated=checks.resolve_flag(layout, "truncated", truncated, segment_form=True),
         bootstrap=checks.resolve_end(layout, entry, bootstrap),
         starts=boundary == "starts_at",
-        dtype=dtype or _output_dtype(inputs),
+        dtype=dtype or _output_dtype([tensors[key] for key in entry.arguments]),
     )
     if validate == "full":
         check_contents(layout, call, {key: rate for key, rate in resolved.items() if isinstance(rate, Tensor)})

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import coefficients, naive
@@ -125,8 +126,9 @@ _LOGPROBS = ("behavior_logprobs", "target_logprobs")
 
 
 def _is_cut(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Where the log-ratio is cut."""
-    return tensors["target_logprobs"] - tensors["behavior_logprobs"] > coefficients.LARGEST_LOG_RATIO
+    """Where the log-ratio, in the precision in which it is formed, is cut."""
+    behavior, target = (tensors[name].to(torch.promote_types(tensors[name].dtype, torch.float32)) for name in _LOGPROBS)
+    return target - behavior > coefficients.LARGEST_LOG_RATIO
 
 
 _CUT = {"log_ratios_cut": _is_cut}

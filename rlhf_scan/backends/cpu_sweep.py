@@ -178,9 +178,9 @@ def _ends_before(t, segment, first, last, flags, kinds, direction):
 @compiled
 def _end_at(t, segment, first, last, flags, kinds, bootstrap, direction):
     """(-1, the value that follows, whether it terminates) for an end found by `_ends_before`."""
-    reverse, _ = direction
+    reverse, starts = direction
     absent = bootstrap.dtype.type(0)
-    if reverse and _flagged(flags[1], kinds[1], segment, t, last):
+    if (reverse or starts) and _flagged(flags[1], kinds[1], segment, t, last):
         return -1, absent, True
     if kinds[3] == 1 and t != (last if reverse else first):
         return -1, absent, False

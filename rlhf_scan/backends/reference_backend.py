@@ -53,7 +53,8 @@ def _steps(call: Call, segment: int, start: int, stop: int, trainable: list[bool
     for token in order:
         edge = token == order[0]
         if edge or _ends_before(call, token, segment, stop):
-            terminated = call.estimator.reverse and _flag(call.terminated, token, segment, stop)
+            # An end that nothing follows; forward one that nothing precedes, which only a flagged start is.
+            terminated = (call.estimator.reverse or call.starts) and _flag(call.terminated, token, segment, stop)
             following, end = None, 0.0 if terminated else _end_value(call, token, segment, edge)
         if trainable[token] or call.masked != "skip":
             steps.append(Step(token, following, end, terminated))

@@ -126,7 +126,7 @@ def scan_tiles(
 
     event = events(flags, segment, origin, at, head, tail, FLAGS, MASKED, REVERSE, STARTS, TILED, ROWS, WIDTH)
     ended = ends_before(flags, segment, origin, event, head, tail, steps, FLAGS, REVERSE, STARTS)
-    terminated = terminated_at(flags, segment, origin, event, tail, ended, FLAGS, REVERSE)
+    terminated = terminated_at(flags, segment, origin, event, tail, ended, FLAGS, REVERSE, STARTS)
     end = end_value(bootstrap, segment, origin, event, head, tail, ended, terminated, BOOTSTRAP, REVERSE, DTYPE)
     preceding = tl.max_contiguous(event + 1 if REVERSE else event - 1, [1, 2])
     continues = steps & (ended == 0)

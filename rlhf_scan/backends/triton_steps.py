@@ -28,7 +28,9 @@ def _flagged(pointer, segment, origin, at, tail, on, KIND: tl.constexpr):
     if KIND == 0:
         return on & False
     elif KIND == 1:
-        return on & (at == tail - 1) & (tl.load(pointer + segment) != 0)
+        # The interpreter keeps the type of a compared float scalar, which `&` then refuses; an integer one passes.
+        flag = tl.where(tl.load(pointer + segment) != 0, 1, 0)
+        return on & (at == tail - 1) & (flag != 0)
     else:
         return on & (tl.load(pointer + origin + at, mask=on, other=0) != 0)
 
@@ -44,9 +46,9 @@ def ends_before(flags, segment, origin, at, head, tail, inside, FLAGS: tl.conste
 
 
 @triton.jit
-def terminated_at(flags, segment, origin, at, tail, ended, FLAGS: tl.constexpr, REVERSE: tl.constexpr):
-    """Whether the end there is one that nothing follows."""
-    if REVERSE:
+def terminated_at(flags, segment, origin, at, tail, ended, FLAGS: tl.constexpr, REVERSE: tl.constexpr, STARTS: tl.constexpr):
+    """Whether the end there is one that nothing follows; forward one that nothing precedes, which only a flagged start is."""
+    if REVERSE or STARTS:
         return _flagged(flags[1], segment, origin, at, tail, ended, FLAGS[1])
     else:
         return ended & False
