@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -53,9 +53,9 @@ def examine() -> dict[str, Any]:
     }
 
 
-def self_test(backend: str) -> Iterator[SelfTest]:
-    """Run every served estimator on `backend` and on the reference, over rows and packs with masks, ends and bootstraps."""
-    return (_test_estimator(entry, backend) for entry in served())
+def self_test(backend: str, ops: Collection[str] | None = None) -> Iterator[SelfTest]:
+    """Run `ops` (None: all that are served) on `backend` and on the reference, over rows and packs with masks, ends and bootstraps."""
+    return (_test_estimator(entry, backend) for entry in served() if ops is None or entry.name in ops)
 
 
 def show(report: dict[str, Any], console: Console) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -38,12 +39,13 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     """
     settings = settings or Settings.from_environment()
     choose_backend(settings.backend, device_for(settings.backend))
-    worker, metrics, readiness = Worker(settings), Metrics(), Readiness(settings.backend)
+    worker, metrics, readiness = Worker(settings), Metrics(), Readiness(settings)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         warming = asyncio.create_task(readiness.establish())
         yield
+        readiness.give_up()
         await warming
         await asyncio.to_thread(worker.close)
 
@@ -71,17 +73,29 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
 
 class Readiness:
-    """Whether the backend has been warmed with its self-test, and passed it."""
+    """Whether the backend has been warmed with the self-test of the estimators in `Settings.warm`, and passed it."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, settings: Settings) -> None:
         """Not ready."""
-        self._backend = backend
+        self._settings = settings
+        self._given_up = threading.Event()
         self.why_not: str | None = "the backend is being warmed; ask again in a second"
 
     async def establish(self) -> None:
         """Run the self-test off the event loop."""
-        failed = [test for test in await asyncio.to_thread(self_test, self._backend) if not test.ok]
-        self.why_not = f"the self-test of {failed[0].op} failed: {failed[0].detail}; run `rlhf-scan doctor` there" if failed else None
+        self.why_not = await asyncio.to_thread(self._test)
+
+    def give_up(self) -> None:
+        """Test no further estimator, so that the service can stop."""
+        self._given_up.set()
+
+    def _test(self) -> str | None:
+        for test in self_test(self._settings.backend, self._settings.warm_ops):
+            if not test.ok:
+                return f"the self-test of {test.op} failed: {test.detail}; run `rlhf-scan doctor` there"
+            if self._given_up.is_set():
+                return "the service is stopping; ask another one"
+        return None
 
 
 def _route(entry: Estimator, settings: Settings, worker: Worker, metrics: Metrics) -> Callable[[Request], Awaitable[Response]]:

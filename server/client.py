@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from ipaddress import ip_address
 from types import TracebackType
 from urllib.parse import quote
 
@@ -20,6 +21,9 @@ _LONGEST_WAIT = 5.0
 
 class HttpEngine:
     """Runs requests at an `rlhf-scan serve`. Threads may share one; close it, or use it in a ``with``.
+
+    A service on this machine (localhost, 127.0.0.0/8, ::1) is asked directly; on the way to any other, HTTP_PROXY, HTTPS_PROXY, ALL_PROXY
+    and NO_PROXY hold.
 
     Args:
         url: of the service, such as "http://127.0.0.1:8000".
@@ -44,7 +48,7 @@ class HttpEngine:
             raise InputError(f"HttpEngine: url must start with http:// or https://, got {url!r}; pass one such as 'http://127.0.0.1:8000'")
         self._retries = retries
         self._backoff = backoff
-        self._client = httpx.Client(timeout=timeout)
+        self._client = httpx.Client(timeout=timeout, trust_env=not _is_loopback(httpx.URL(self.url).host))
 
     def run(self, request: CreditRequest) -> CreditResult:
         """Run one request there; the outputs come back on the device of its tensors.
@@ -96,6 +100,13 @@ class HttpEngine:
                     return response
             time.sleep(min(wait, _LONGEST_WAIT))
             left, wait = left - 1, wait * 2
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _error_of(response: httpx.Response) -> InputError | EngineError:

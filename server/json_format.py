@@ -20,6 +20,7 @@ from .problems import Problem
 FLAGS = ("mask", "terminated", "truncated")
 _KEY = re.compile(rb'"(\w+)"\s*:')
 _SHAPE = "a list [..] for a pack or one row, or equally long lists [[..], [..]] for rows"
+_DEEPEST = 3  # [B, T, A]; deeper lists could exhaust the stack
 
 
 def request_from_json(op: str, body: bytes) -> CreditRequest:
@@ -70,7 +71,7 @@ def _object(op: str, name: str, value: Any) -> dict[str, Any]:
 
 
 def _tensor(op: str, name: str, value: Any) -> Tensor:
-    """A number, a list or a list of equally long lists as a tensor of the dtype that `name` has."""
+    """A number, a list or equally long lists, nested at most _DEEPEST deep, as a tensor of the dtype that `name` has."""
     numbers, shape = _flatten(op, name, value)
     allowed = {int} if name in LAYOUTS else {int, float, bool} if name in FLAGS else {int, float}
     wrong = next((number for number in numbers if type(number) not in allowed), None) if set(map(type, numbers)) - allowed else 0
@@ -92,16 +93,16 @@ def _tensor(op: str, name: str, value: Any) -> Tensor:
     return tensor
 
 
-def _flatten(op: str, name: str, value: Any) -> tuple[list[Any], tuple[int, ...]]:
+def _flatten(op: str, name: str, value: Any, depth: int = 1) -> tuple[list[Any], tuple[int, ...]]:
     if not isinstance(value, list):
         return [value], ()
-    if list not in set(map(type, value)):
+    if depth == _DEEPEST or list not in set(map(type, value)):
         return value, (len(value),)
     lengths = {len(row) if isinstance(row, list) else -1 for row in value}
     if len(lengths) > 1:
         at = next(index for index, row in enumerate(value) if not isinstance(row, list) or len(row) != len(value[0] or []))
         raise InputError(f"{op}: {name} must have rows of one length, got another one at row {at}; pad the rows and mask, or send a pack")
-    rows = [_flatten(op, name, row) for row in value]
+    rows = [_flatten(op, name, row, depth + 1) for row in value]
     if len({shape for _, shape in rows}) > 1:
         raise InputError(f"{op}: {name} must have rows of one shape, got {rows[0][1]} and another; pad the rows and mask, or send a pack")
     return list(chain.from_iterable(numbers for numbers, _ in rows)), (len(value), *rows[0][1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,6 +25,7 @@ class Metrics:
         self.seconds = Histogram(
             "rlhf_scan_request_seconds", "From the request's head to the answer's end.", ["op"], buckets=_BUCKETS, registry=self.registry
         )
+        self.in_progress = Gauge("rlhf_scan_requests_in_progress", "Requests being received or answered.", registry=self.registry)
         self.tokens = Counter("rlhf_scan_tokens", "Tokens computed.", ["op"], registry=self.registry)
 
     def response(self) -> Response:
@@ -57,7 +58,8 @@ class Measured:
             await send(message)
 
         try:
-            await self.app(scope, receive, watch)
+            with self.metrics.in_progress.track_inprogress():
+                await self.app(scope, receive, watch)
         finally:
             self.metrics.requests.labels(op, status).inc()
             self.metrics.seconds.labels(op).observe(time.perf_counter() - started)

@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_scan.call import BACKENDS
 from rlhf_scan.checks import check_option
 from rlhf_scan.errors import InputError
+from rlhf_scan.estimators import served
 
 PREFIX = "RLHF_SCAN_"
 
@@ -26,6 +27,8 @@ class Settings:
         threads: that decode, compute and encode.
         queue: requests admitted at once, those being received and computed included; 503 beyond.
         body_seconds: how long a body may take to arrive; 408 beyond.
+        warm: names of the estimators, with commas between, that are compiled and tested before the service is ready; a backend may take
+            seconds for each. The others are compiled at their first request.
     """
 
     host: str = "127.0.0.1"
@@ -36,6 +39,7 @@ class Settings:
     threads: int = 2
     queue: int = 64
     body_seconds: float = 60.0
+    warm: str = "gae"
 
     def __post_init__(self) -> None:
         """Raise InputError for a value that cannot be used."""
@@ -45,6 +49,13 @@ class Settings:
         for name in ("max_body_bytes", "max_json_bytes", "threads", "queue", "body_seconds"):
             if not getattr(self, name) > 0:
                 raise InputError(f"settings: {name} must be > 0, got {getattr(self, name)}; leave it out for the default")
+        for op in self.warm_ops:
+            check_option("settings", "warm", op, [entry.name for entry in served()])
+
+    @property
+    def warm_ops(self) -> tuple[str, ...]:
+        """The names in `warm`."""
+        return tuple(op.strip() for op in self.warm.split(",") if op.strip())
 
     @classmethod
     def from_environment(cls, **given: Any) -> Settings:

@@ -12,6 +12,7 @@ import torch
 from service import JSON, SAFETENSORS, running
 
 from rlhf_scan import CreditRequest
+from rlhf_scan.estimators import served
 from rlhf_scan.rollout import request_to_bytes
 from rlhf_scan.server import Settings
 
@@ -51,6 +52,11 @@ def body(tensors: dict[str, Any] | None = None, params: Any = None, **more: Any)
         "params": {} if params is None else params,
         **more,
     }
+
+
+def nested(depth: int) -> list[Any]:
+    """[[..[1.0]..]]"""
+    return [1.0] if depth == 1 else [nested(depth - 1)]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +106,11 @@ def test_bodies_that_are_no_request(url: str, content: bytes, status: int, words
         (body(params={"dtype": {"a": 1}}), "dtype must be one of"),
         (body({"values": [0, 0, 0, 0]}), "values must have shape [3]"),
         (body({"values": 0.5}), "values must have shape [3]"),
-        (body({"rewards": [[[1.0]]], "values": [[[1.0]]]}), "rewards must hold numbers, got a list"),
+        (body({"rewards": [[[1.0]]], "values": [[[1.0]]]}), "rewards must be [B, T] or packed [N], got shape [1, 1, 1]"),
+        (body({"rewards": [[[[1.0]]]]}), "rewards must hold numbers, got a list"),
+        (body({"rewards": nested(900)}), "rewards must hold numbers, got a list"),
+        (body({"rewards": [[[1], [2]], [[3], [4, 5]]]}), "rewards must have rows of one length, got another one at row 1"),
+        (body({"rewards": [[[1], [2]], [[3, 4], [5, 6]]]}), "rewards must have rows of one shape"),
         (body({"rewards": [[1, 2], [3]]}), "rewards must have rows of one length, got another one at row 1"),
         (body({"rewards": [[1, 2], 3]}), "rewards must have rows of one length, got another one at row 1"),
         (body({"rewards": [1, [2, 3]]}), "rewards must have rows of one length"),
@@ -176,7 +186,7 @@ def test_wrong_requests_in_safetensors(url: str, content: bytes, status: int, wo
 @pytest.mark.parametrize(
     ("method", "path", "headers", "status", "words"),
     [
-        ("POST", "/v1/gea", JSON, 404, "['discounted_returns', 'gae'], got 'gea'"),
+        ("POST", "/v1/gea", JSON, 404, f"op must be one of {sorted(entry.name for entry in served())}, got 'gea'"),
         ("POST", "/v1/linear_scan", JSON, 404, "got 'linear_scan'"),
         ("POST", "/v1/", JSON, 404, "op must be one of"),
         ("POST", "/v1/gae/", JSON, 404, "op must be one of"),
