@@ -13,9 +13,9 @@ from oracle import ORACLES, Flags, Floats, Number
 from samples import Sample, assert_as_the_oracle, call, for_samples
 from torch import Tensor
 
-from rlhf_scan.estimators import estimator, served
+from rlhf_scan.estimators import estimator
 
-pytestmark = pytest.mark.usefixtures("nan_filled")
+pytestmark = pytest.mark.usefixtures("nan_filled", "no_hang")
 
 each_op = pytest.mark.parametrize("op", sorted(ORACLES))
 POISONS = (np.nan, np.inf, -np.inf, 1e38)
@@ -26,16 +26,12 @@ def assert_same_bits(sample: Sample, outputs: list[Tensor], others: list[Tensor]
         assert torch.equal(output, other), f"{name}: {output} against {other}"
 
 
-def test_every_estimator_has_an_oracle() -> None:
-    assert {entry.name for entry in served()} == set(ORACLES)
-
-
 @each_op
 def test_as_the_oracle(op: str, backend: str) -> None:
     def check(sample: Sample) -> None:
         assert_as_the_oracle(sample, sample.run(backend))
 
-    for_samples(op, backend, check, examples=3)
+    for_samples(op, backend, check, examples=2)
 
 
 @each_op

@@ -17,7 +17,7 @@ from torch import Tensor
 import rlhf_scan
 from rlhf_scan import InputError, Segments
 
-pytestmark = pytest.mark.usefixtures("nan_filled")
+pytestmark = pytest.mark.usefixtures("nan_filled", "no_hang")
 
 each_op = pytest.mark.parametrize("op", sorted(ORACLES))
 
@@ -100,8 +100,9 @@ def test_right_padding(op: str, backend: str, masked: str, bootstraps: tuple[str
 
     def check(sample: Sample) -> None:
         batch = sample.batch
-        if batch.truncated is not None and "truncated" not in batch.per_segment and "bootstrap" in batch.per_segment:
-            # Cut before the row's last token, a bootstrap per segment no longer follows: in the pack its last token needs no flag.
+        if batch.truncated is not None and "truncated" not in batch.per_segment and batch.per_segment & {"bootstrap", "terminated"}:
+            # What is said per segment is said of the row's last token, which a cut before the padding keeps from the rest: the pack's last
+            # token needs no flag.
             batch.truncated[[end - 1 for end, length in zip(batch.ends, batch.lengths, strict=True) if length]] = False
         width = max(batch.lengths) + 3
         rows = padded(sample, width).run(backend)
