@@ -1,0 +1,133 @@
+"""Compiles the Triton backend's kernels for an sm_90 GPU on a machine without one, and prints the layouts of their scans.
+
+Run as a program, without TRITON_INTERPRET: one JSON line per launch, {"variant", "tiled", "width", "rows", "scans": [{"axis", "layout"}]}.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+import rlhf_scan
+from rlhf_scan import Segments
+from rlhf_scan.backends import triton_backend, triton_map, triton_scan
+
+_SCAN = re.compile(r'"tt\.scan"\(.*?<\{axis = (\d+) : i32.*?\}\) : \(tensor<[^>]*?, (#\w+)>', re.DOTALL)
+_LAYOUT = re.compile(r"^(#\w+) = #ttg\.blocked<\{(.*)\}>$", re.MULTILINE)
+
+
+class Driver:
+    """What `warmup` asks of a driver: the GPU to compile for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_device_interface(self) -> Any:
+        return torch.cpu
+
+    def map_python_to_cpp_type(self, name: str) -> str:
+        return name
+
+    def launcher_cls(self, *arguments: Any, **options: Any) -> None:
+        return None
+
+
+class Pointer:
+    """A device tensor to the compiler: a dtype and an aligned address."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        return 1 << 40
+
+
+def pointers(value: Any) -> Any:
+    """`value` with a pointer for each tensor."""
+    if isinstance(value, tuple):
+        return tuple(pointers(item) for item in value)
+    return Pointer(value.dtype) if isinstance(value, Tensor) else value
+
+
+class Compiled:
+    """Stands for a kernel: compiles each launch instead of running it."""
+
+    def __init__(self, kernel: Any, found: Callable[[str, dict[str, Any]], None]) -> None:
+        self.kernel = kernel
+        self.found = found
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*arguments: Any, **options: Any) -> None:
+            compiled = self.kernel.warmup(*pointers(arguments), grid=grid, **{name: pointers(value) for name, value in options.items()})
+            self.found(compiled.asm["ttgir"], options)
+
+        return launch
+
+
+def scans(ttgir: str) -> list[dict[str, Any]]:
+    """Each scan's axis and its operands' layout, a blocked one as text."""
+    layouts = dict(_LAYOUT.findall(ttgir))
+    found = [{"axis": int(axis), "layout": layouts.get(name, name)} for axis, name in _SCAN.findall(ttgir)]
+    if len(found) != ttgir.count('"tt.scan"'):
+        raise RuntimeError(f"{ttgir.count('tt.scan')} scans, but {len(found)} were understood; the text of the compiler has changed")
+    return found
+
+
+def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Name and call of each kind of kernel."""
+    for length in (8, 100, 500, 5000):
+        row = torch.zeros(37, length)
+        yield f"rows of {length}", lambda row=row: rlhf_scan.gae(row, row, backend="triton")
+    x = torch.zeros(3 * 5000)
+    wide = torch.zeros(3, 5000, dtype=torch.float64)
+    flag = torch.zeros(3 * 5000, dtype=torch.bool)
+    pack: dict[str, Any] = {"segments": Segments.from_lengths([5000] * 3), "backend": "triton"}
+    flags: dict[str, Any] = {"mask": flag, "terminated": flag, "truncated": flag}
+    end = torch.zeros(3)
+    yield "pack", lambda: rlhf_scan.gae(x, x, **pack)
+    yield "pack, mask", lambda: rlhf_scan.gae(x, x, mask=flag, **pack)
+    yield "pack, everything", lambda: rlhf_scan.gae(x, x, lam_value=1.0, bootstrap=end, **flags, **pack)
+    yield "pack, zero", lambda: rlhf_scan.gae(x, x, masked="zero", gamma=end, lam=x, **flags, **pack)
+    yield "pack, bfloat16", lambda: rlhf_scan.gae(x.bfloat16(), x.bfloat16(), bootstrap=x, **flags, **pack)
+    yield "rows, float64, mask", lambda: rlhf_scan.gae(wide, wide, mask=flag.reshape(3, 5000), backend="triton")
+    yield "vtrace", lambda: rlhf_scan.vtrace(x, x, x, x, **pack)
+    yield "retrace, mask", lambda: rlhf_scan.retrace(x, x, x, x, x, mask=flag, **pack)
+    yield "eligibility_traces, mask", lambda: rlhf_scan.eligibility_traces(x, mask=flag, initial=end, **pack)
+    yield "episodic_cumsum", lambda: rlhf_scan.episodic_cumsum(x, terminated=flag, boundary="starts_at", **pack)
+    yield "linear_scan", lambda: rlhf_scan.linear_scan(x, x, initial=end, **pack)
+
+
+def main() -> None:
+    variant = ""
+
+    def report(ttgir: str, options: dict[str, Any]) -> None:
+        shape = {"tiled": options["TILED"], "width": options["WIDTH"], "rows": options["ROWS"]}
+        print(json.dumps({"variant": variant, **shape, "scans": scans(ttgir)}), flush=True)
+
+    driver.set_active(Driver())
+    triton_backend.why_not = lambda device: None
+    triton_scan.scan_tiles = Compiled(triton_scan.scan_tiles, report)
+    for name in ("_count_tiles", "_fill_slots"):
+        setattr(triton_map, name, Compiled(getattr(triton_map, name), lambda ttgir, options: None))
+    for variant, call in variants():  # noqa: B007  # `report` reads it
+        call()
+
+
+if __name__ == "__main__":
+    if triton.knobs.runtime.interpret:
+        raise SystemExit("unset TRITON_INTERPRET: the interpreter compiles nothing")
+    main()

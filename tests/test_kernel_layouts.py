@@ -1,0 +1,55 @@
+"""The Triton kernels compile for a GPU, and each scan gives a thread one element along the scanned dimension.
+
+That fixes the order of the sums, and on it rests the promise that a segment has the same bits wherever it lies. What the compiler chose can be
+read on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COMPILER = Path(__file__).parent / "offline_compiler.py"
+WITHOUT_SCANS = {"rows of 8"}  # a run of tokens is composed within a thread
+
+
+@pytest.fixture(scope="module")
+def launches() -> list[dict[str, Any]]:
+    """Every launch of every variant, compiled."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    finished = subprocess.run([sys.executable, str(COMPILER)], env=environment, capture_output=True, text=True, timeout=280)
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    return [json.loads(line) for line in finished.stdout.splitlines()]
+
+
+def test_every_kind_of_launch_was_compiled(launches: list[dict[str, Any]]) -> None:
+    assert len({launch["variant"] for launch in launches}) == 15
+    packs = [launch["tiled"] for launch in launches if launch["variant"] == "pack"]
+    assert packs == [True, False], "long segments, then short ones"
+    assert {launch["variant"] for launch in launches if not launch["scans"]} == WITHOUT_SCANS
+    # The estimator's scan, the masked tokens' and that of the second lambda.
+    assert all(len(launch["scans"]) == 3 for launch in launches if launch["variant"] == "pack, everything")
+
+
+def test_a_thread_holds_one_element_of_a_scan(launches: list[dict[str, Any]]) -> None:
+    for launch in launches:
+        for scan in launch["scans"]:
+            sizes = re.search(r"sizePerThread = \[([\d, ]+)\]", scan["layout"])
+            assert sizes, f"{launch['variant']}: the scan's layout is not a blocked one: {scan['layout']}"
+            per_thread = [int(size) for size in sizes[1].split(",")]
+            assert per_thread[scan["axis"]] == 1, f"{launch['variant']}: {scan['layout']}"
+
+
+def test_the_interpreter_is_refused() -> None:
+    finished = subprocess.run(
+        [sys.executable, str(COMPILER)], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=120
+    )
+    assert finished.returncode == 1
+    assert "unset TRITON_INTERPRET" in finished.stderr
