@@ -109,10 +109,22 @@ def unregister(name: str) -> None:
 
 def estimator(name: str) -> Estimator:
     """The estimator of that name; InputError lists the known ones."""
-    found = _REGISTRY.get(name)
+    found = _REGISTRY.get(name) if isinstance(name, str) else None
     if found is None:
-        raise InputError(f"op must be one of {sorted(e.name for e in served())}, got {name!r}; choose one of these")
+        raise _unknown(name)
     return found
+
+
+def served_estimator(name: str) -> Estimator:
+    """The estimator of that name, if requests may name it."""
+    found = estimator(name)
+    if not found.served:
+        raise _unknown(name)
+    return found
+
+
+def _unknown(name: object) -> InputError:
+    return InputError(f"op must be one of {sorted(entry.name for entry in served())}, got {name!r}; choose one of these")
 
 
 def served() -> Iterator[Estimator]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from .call import BOUNDARIES, MASK_MODES
 from .checks import FLOATS, check_option
 from .errors import InputError
-from .estimators import Estimator, estimator
+from .estimators import Estimator, served_estimator
 from .segments import Segments
 
 LAYOUTS = ("cu_seqlens", "lengths", "position_ids", "segment_ids")
@@ -63,14 +63,14 @@ def options(entry: Estimator) -> dict[str, tuple[str, ...]]:
 
 def parse_params(op: str, strings: Mapping[str, str]) -> dict[str, Any]:
     """Parameters written as text (a file's metadata, a query string) -> typed; InputError names the bad one."""
-    entry = estimator(op)
+    entry = served_estimator(op)
     _refuse_unknown(op, "parameter", strings, param_names(entry))
     return {name: _parse_rate(op, name, text) if name in entry.rates else text for name, text in strings.items()}
 
 
 def estimate_arguments(request: CreditRequest) -> dict[str, Any]:
     """The keyword arguments of `rlhf_scan.dispatch.estimate` that `request` stands for. Checks names and option values, not tensors."""
-    entry = estimator(request.op)
+    entry = served_estimator(request.op)
     op = entry.name
     _refuse_unknown(op, "tensor", request.tensors, tensor_names(entry))
     _refuse_unknown(op, "parameter", request.params, param_names(entry))
