@@ -116,13 +116,11 @@ def scan_tiles(
     else:
         segment, start, length = _rows_of_program(slots, segments, length, bound, ROWS, INDEX)
         head = length * 0
-    origin = start + head
-    tail = length - head
+    origin, tail = start + head, length - head
     at = tl.arange(0, WIDTH)[None, :]
     inside = at < tail
     kept = trainable(flags, origin, at, inside, MASKED)
-    steps = kept if MASKED == SKIP else inside
-    on = inside if MASKED == KEEP else kept
+    steps, on = kept if MASKED == SKIP else inside, inside if MASKED == KEEP else kept
 
     event = events(flags, segment, origin, at, head, tail, FLAGS, MASKED, REVERSE, STARTS, TILED, ROWS, WIDTH)
     ended = ends_before(flags, segment, origin, event, head, tail, steps, FLAGS, REVERSE, STARTS)
@@ -164,11 +162,10 @@ def scan_tiles(
             )
         entering = before_a + carried(before_b, entering)
         x, preceding_x = down_runs(entering, first, second, third, a, b, REVERSE, ROWS, WIDTH)
-        solved = solved + (x,)
-        before = before + (tl.where(continues, preceding_x, tl.cast(0, DTYPE)),)
+        preceding_x = tl.where(continues, preceding_x, tl.cast(0, DTYPE))
+        solved, before = solved + (x,), before + (preceding_x,)
     if CHANNELS == 1:
-        solved = solved + (solved[0],)
-        before = before + (before[0],)
+        solved, before = solved + (solved[0],), before + (before[0],)
     numbers = _rates_of(rates, rate_numbers, segment, origin, at, steps, 0, RATES, RATE_KINDS, DTYPE)
     values = results(here, following, solved, before, numbers)
     for i in tl.static_range(len(outputs)):
