@@ -126,7 +126,7 @@ def _output_dtype(inputs: Sequence[Tensor]) -> torch.dtype:
 
 
 _SCHEMA = (
-    "estimate(str name, Tensor[] inputs, Tensor?[] rate_tensors, float[] rate_numbers, int segments, int? length, Tensor? cu_seqlens, "
+    "estimate(str name, Tensor[] inputs, Tensor?[] rate_tensors, float[] rate_numbers, SymInt segments, SymInt? length, Tensor? cu_seqlens, "
     "Tensor? mask, str masked, Tensor? terminated, Tensor? truncated, Tensor? bootstrap, bool starts, ScalarType dtype, str backend) -> Tensor[]"
 )
 _library = torch.library.Library("rlhf_scan", "DEF")
