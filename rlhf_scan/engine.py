@@ -10,6 +10,7 @@ import torch
 
 from .batching import Batch, batches
 from .dispatch import choose_backend, estimate
+from .errors import InputError
 from .estimators import Estimator, estimator
 from .requests import CreditRequest, CreditResult, estimate_arguments
 from .version import __version__
@@ -48,8 +49,15 @@ def execute(requests: Sequence[CreditRequest], *, backend: str = "auto", validat
         BackendError: the backend cannot run here.
     """
     results: list[CreditResult | None] = [None] * len(requests)
-    for batch in batches([estimate_arguments(request) for request in requests]):
-        for index, result in zip(batch.members, _run(batch, backend, validate), strict=True):
+    calls = [estimate_arguments(request) for request in requests]
+    for batch in batches(calls):
+        try:
+            shared = _run(batch, backend, validate)
+        except InputError:
+            for index in batch.members:  # alone, so that the error counts the tokens of the request that is wrong
+                _run(batches([calls[index]])[0], backend, validate)
+            raise
+        for index, result in zip(batch.members, shared, strict=True):
             results[index] = result
     return [result for result in results if result is not None]
 
