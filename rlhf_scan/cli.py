@@ -102,9 +102,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 def demo() -> None:
     """Serve, send a recorded rollout, check the answer and sum it up."""
     with _needs("server"):
-        from . import demo as demonstration
-
-        demonstration.main()
+        from .demo import main as run_demo
+    run_demo()
 
 
 @contextmanager

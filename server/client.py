@@ -17,6 +17,7 @@ from rlhf_scan.rollout import request_to_bytes, result_from_bytes
 _SAFETENSORS = "application/x-safetensors"
 _PROBLEM = "application/problem+json"
 _LONGEST_WAIT = 5.0
+_QUOTED = 200
 
 
 class HttpEngine:
@@ -110,9 +111,14 @@ def _is_loopback(host: str) -> bool:
 
 
 def _error_of(response: httpx.Response) -> InputError | EngineError:
-    ours = response.headers.get("content-type", "").startswith(_PROBLEM)
-    detail = response.json()["detail"] if ours else f"{response.text[:200]!r}; is this the address of an rlhf-scan service?"
-    if ours and response.is_client_error:
+    try:
+        detail = str(response.json()["detail"]) if response.headers.get("content-type", "").startswith(_PROBLEM) else None
+    except (ValueError, TypeError, LookupError):
+        detail = None
+    if detail is None:
+        said = f"{response.text[:_QUOTED]!r}; is this the address of an rlhf-scan service?"
+        return EngineError(f"{response.url} answered {response.status_code}: {said}")
+    if response.is_client_error:
         return InputError(detail)
     return EngineError(f"{response.url} answered {response.status_code}: {detail}")
 

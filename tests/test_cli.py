@@ -1,14 +1,15 @@
-"""The command line: the installed `rlhf-scan` as a process where that matters, else `main()` in this one."""
-
 from __future__ import annotations
 
 import json
 import os
 import pickle
-import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,271 +17,206 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from service import wait_until
+from safetensors.torch import load_file, save_file
+from service import SAFETENSORS
 
 from rlhf_scan import CreditRequest, LocalEngine, __version__, cli
-from rlhf_scan.estimators import estimator, register, served, unregister
-from rlhf_scan.rollout import read_result, write_request
+from rlhf_scan.estimators import estimator, register, unregister
+from rlhf_scan.rollout import read_result, result_from_bytes, write_request
+from rlhf_scan.server import HttpEngine
 
-COMMAND = str(Path(sys.executable).with_name("rlhf-scan"))
-REQUEST = CreditRequest(
-    "gae",
-    {"rewards": torch.tensor([0.0, 1.0, 2.0]), "values": torch.tensor([0.5, 0.25, 1.0]), "cu_seqlens": torch.tensor([0, 2, 3])},
-    {"gamma": 0.5, "lam": 0.5},
-)
-REFERENCE = ("--backend", "reference")
+Run = Callable[..., tuple[int, str, str]]
+REWARDS = torch.tensor([0.0, 0.0, 1.0, 0.5])
+REQUEST = CreditRequest("gae", {"rewards": REWARDS, "values": REWARDS.flip(0), "lengths": torch.tensor([3, 0, 1])}, {"gamma": 0.9})
 
 
 @pytest.fixture
-def rollout(tmp_path: Path) -> Path:
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs `rlhf-scan` in this process: (exit code, stdout, stderr)."""
+
+    def run_it(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["rlhf-scan", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        code = caught.value.code
+        return code if isinstance(code, int) else 0, *capsys.readouterr()
+
+    return run_it
+
+
+@pytest.fixture
+def rollout_file(tmp_path: Path) -> Path:
     path = tmp_path / "rollout.safetensors"
     write_request(REQUEST, path)
     return path
 
 
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "credit.safetensors"
+def test_compute_writes_the_result_and_sums_it_up(run: Run, rollout_file: Path, tmp_path: Path) -> None:
+    code, printed, _ = run("compute", rollout_file, "-o", tmp_path / "out", "--backend", "reference")
+    assert code == 0
+    want = LocalEngine("reference").run(REQUEST).tensors
+    got = read_result(tmp_path / "out")
+    assert all(torch.equal(got.tensors[name], want[name]) for name in want)
+    assert got.report["backend"] == "reference"
+    for word in ("gae: 3 segments, 4 tokens", "advantages: float32 [4], mean", "returns: float32 [4], mean", str(tmp_path / "out")):
+        assert word in printed
 
 
-class CommandLine:
-    """`main()` with what it printed and its exit code."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self._monkeypatch = monkeypatch
-        self._capsys = capsys
-
-    def __call__(self, *arguments: str | Path) -> tuple[int, str, str]:
-        self._monkeypatch.setattr(sys, "argv", ["rlhf-scan", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit:
-            cli.main()
-        said = self._capsys.readouterr()
-        return int(exit.value.code or 0), said.out, said.err
-
-    def refuses(self, *arguments: str | Path, words: str) -> None:
-        """Exit code 2 and one line on stderr that holds `words`."""
-        code, out, err = self(*arguments)
-        assert (code, out) == (2, "")
-        assert err.startswith("rlhf-scan: ")
-        assert words in err
-        assert err.count("\n") == 1
-
-
-@pytest.fixture
-def command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(monkeypatch, capsys)
-
-
-def process(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=60)
-
-
-def test_version() -> None:
-    done = process("--version")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"rlhf-scan {__version__}\n", "")
-
-
-def test_a_file_in_and_a_file_out(rollout: Path, out: Path) -> None:
-    before = rollout.read_bytes()
-    done = process("compute", rollout, "-o", out)
-    assert (done.returncode, done.stderr) == (0, "")
-    summary, *outputs, wrote = done.stdout.splitlines()
-    assert re.fullmatch(r"gae: 2 segments, 3 tokens, backend cpu, [\d.]+ ms", summary)
-    assert outputs == [
-        "  advantages: float32 [3], mean 0.520833, min -0.1875, max 1",
-        "  returns: float32 [3], mean 1.10417, min 0.3125, max 2",
-    ]
-    assert wrote == f"wrote {out}"
-    got, want = read_result(out), LocalEngine().run(REQUEST)
-    assert got.report["backend"] == "cpu"
-    assert all(torch.equal(got.tensors[name], tensor) for name, tensor in want.tensors.items())
-    assert rollout.read_bytes() == before
-    assert sorted(path.name for path in out.parent.iterdir()) == sorted([rollout.name, out.name])
-
-
-def test_a_bad_file_as_a_process(tmp_path: Path, out: Path) -> None:
-    bad = tmp_path / "rollout.pkl"
-    bad.write_bytes(pickle.dumps({"rewards": [1.0]}))
-    done = process("compute", bad, "-o", out)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("rlhf-scan: rollout: the bytes must be a safetensors file, got a pickle")
-    assert done.stderr.count("\n") == 1
-    assert not out.exists()
-
-
-@pytest.mark.parametrize("op", [entry.name for entry in served()])
-def test_every_estimator(command_line: CommandLine, tmp_path: Path, out: Path, op: str) -> None:
-    entry = estimator(op)
-    tensors = {name: torch.rand((2, 5, 3) if name in (entry.expectation or ()) else (2, 5)) for name in entry.arguments}
-    request = CreditRequest(op, tensors, dict.fromkeys(entry.rates, 0.5))
-    write_request(request, tmp_path / "in")
-    code, said, err = command_line("compute", tmp_path / "in", "-o", out, *REFERENCE)
-    assert (code, err) == (0, "")
-    assert said.startswith(f"{op}: 2 segments, 10 tokens, backend reference, ")
-    got, want = read_result(out).tensors, LocalEngine("reference").run(request).tensors
-    assert set(got) == set(entry.outputs)
-    assert all(torch.equal(got[name], want[name]) for name in want)
-
-
-def test_op_and_parameters_of_the_command_line_win(command_line: CommandLine, tmp_path: Path, out: Path) -> None:
-    write_request(CreditRequest("gae", {"rewards": torch.ones(3)}, {"gamma": 0.9}), tmp_path / "in")
-    code, *_ = command_line(
-        "compute", tmp_path / "in", "-o", out, "--op", "discounted_returns", "--param", "gamma=0.5", "--param", "dtype=float64", *REFERENCE
+def test_compute_takes_op_and_params_from_the_command_line(run: Run, tmp_path: Path) -> None:
+    save_file({"rewards": REWARDS}, tmp_path / "in", metadata={"gamma": "0.9"})
+    code, _, _ = run(
+        "compute", tmp_path / "in", "-o", tmp_path / "out", "--op", "discounted_returns", "--param", "gamma=0.5", "--param", "dtype=float64"
     )
     assert code == 0
-    assert torch.equal(read_result(out).tensors["returns"], torch.tensor([1.75, 1.5, 1.0], dtype=torch.float64))
+    returns = load_file(tmp_path / "out")["returns"]
+    assert returns.tolist() == [0.3125, 0.625, 1.25, 0.5]
+    assert returns.dtype == torch.float64
 
 
-def test_a_rollout_without_tokens(command_line: CommandLine, tmp_path: Path, out: Path) -> None:
-    write_request(CreditRequest("gae", {"rewards": torch.ones(0), "values": torch.ones(0)}), tmp_path / "in")
-    code, said, _ = command_line("compute", tmp_path / "in", "-o", out, *REFERENCE)
+def test_compute_sums_up_an_empty_rollout(run: Run, tmp_path: Path) -> None:
+    write_request(CreditRequest("discounted_returns", {"rewards": torch.empty(0)}), tmp_path / "in")
+    code, printed, _ = run("compute", tmp_path / "in", "-o", tmp_path / "out")
     assert code == 0
-    assert "  advantages: float32 [0]\n" in said
+    assert "returns: float32 [0]" in printed
 
 
-def test_an_existing_file_is_overwritten_by_force_alone(command_line: CommandLine, rollout: Path, out: Path) -> None:
-    out.write_bytes(b"dear")
-    command_line.refuses("compute", rollout, "-o", out, *REFERENCE, words="pass --force")
-    assert out.read_bytes() == b"dear"
-    assert command_line("compute", rollout, "-o", out, "--force", *REFERENCE)[0] == 0
-    assert read_result(out).report["tokens"] == 3
-
-
-def test_the_rollout_itself_is_never_overwritten(command_line: CommandLine, rollout: Path) -> None:
-    before = rollout.read_bytes()
-    command_line.refuses("compute", rollout, "-o", rollout, "--force", *REFERENCE, words="name another file")
-    assert rollout.read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--param", "gamma"], "--param must be NAME=VALUE, got 'gamma'"),
-        (["--param", "gamma=high"], "gae: gamma must be a number, got 'high'"),
-        (["--param", "gamma=1.5"], "gae: gamma must lie in [0, 1], got 1.5"),
-        (["--param", "gama=0.5"], "'gama'"),
-        (["--op", "gea"], "op must be one of"),
-        (["--op", "linear_scan"], "op must be one of"),
-        (["--op", "vtrace"], "behavior_logprobs"),
-        (["--backend", "gpu"], "backend must be one of"),
-    ],
-)
-def test_wrong_arguments(command_line: CommandLine, rollout: Path, out: Path, arguments: list[str], words: str) -> None:
-    command_line.refuses("compute", rollout, "-o", out, *arguments, words=words)
-    assert not out.exists()
+def test_compute_overwrites_only_by_force_and_never_its_input(run: Run, rollout_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.write_text("precious")
+    code, _, error = run("compute", rollout_file, "-o", out)
+    assert (code, out.read_text()) == (2, "precious")
+    assert "--force" in error
+    assert run("compute", rollout_file, "-o", out, "--force", "--backend", "reference")[0] == 0
+    assert set(load_file(out)) == {"advantages", "returns"}
+    before = rollout_file.read_bytes()
+    code, _, error = run("compute", rollout_file, "-o", rollout_file, "--force")
+    assert (code, rollout_file.read_bytes()) == (2, before)
+    assert "name another file" in error
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "more", "words"),
     [
-        (None, "must be a readable file, got No such file"),
-        (b"", "no bytes at all"),
-        (b"\xff" * 100, "torn"),
-        (b'{"rewards": [1]}', "got JSON"),
+        (None, [], "must be a readable file"),
+        (b"", [], "no bytes"),
+        (pickle.dumps({"rewards": [1.0]}), [], "nothing is unpickled"),
+        (b"torn" * 10, [], "torn"),
+        ({"rewards": REWARDS}, [], 'must hold "op"'),
+        ({"rewards": REWARDS}, ["--op", "gea"], "op must be one of"),
+        ({"rewards": REWARDS}, ["--op", "gae"], "got no values"),
+        ({"rewards": REWARDS, "values": REWARDS[:3].clone()}, ["--op", "gae"], "values must have shape [4]"),
+        ({"rewards": REWARDS, "values": REWARDS * torch.nan}, ["--op", "gae"], "values must be finite"),
+        ({"rewards": REWARDS}, ["--op", "discounted_returns", "--param", "gama=1"], "'gama'"),
+        ({"rewards": REWARDS}, ["--op", "discounted_returns", "--param", "gamma"], "--param must be NAME=VALUE"),
+        ({"rewards": REWARDS}, ["--op", "discounted_returns", "--param", "gamma=much"], "gamma must be a number, got 'much'"),
+        ({"rewards": REWARDS}, ["--op", "discounted_returns", "--backend", "gpu"], "backend must be one of"),
     ],
 )
-def test_a_file_that_cannot_be_read(command_line: CommandLine, tmp_path: Path, out: Path, content: bytes | None, words: str) -> None:
-    if content is not None:
+def test_compute_says_in_one_line_what_is_wrong(run: Run, tmp_path: Path, content: Any, more: list[str], words: str) -> None:
+    if isinstance(content, bytes):
         (tmp_path / "in").write_bytes(content)
-    command_line.refuses("compute", tmp_path / "in", "-o", out, words=words)
-    assert not out.exists()
+    elif content is not None:
+        save_file(content, tmp_path / "in")
+    code, printed, error = run("compute", tmp_path / "in", "-o", tmp_path / "out", *more)
+    assert (code, printed) == (2, "")
+    assert error.startswith("rlhf-scan: ")
+    assert error.count("\n") == 1
+    assert words in error
+    assert not (tmp_path / "out").exists()
 
 
-def test_contents_are_checked(command_line: CommandLine, tmp_path: Path, out: Path) -> None:
-    write_request(replace(REQUEST, tensors={**REQUEST.tensors, "values": torch.tensor([0.0, torch.nan, 0.0])}), tmp_path / "in")
-    command_line.refuses("compute", tmp_path / "in", "-o", out, *REFERENCE, words="values must be finite at trainable tokens, got nan")
+def test_version_and_help(run: Run) -> None:
+    assert run("--version")[1] == f"rlhf-scan {__version__}\n"
+    printed = run("--help")[1]
+    assert all(command in printed for command in ("compute", "serve", "doctor", "demo"))
+    assert run("unheard-of")[0] == 2
 
 
-def test_an_output_that_cannot_be_written(command_line: CommandLine, rollout: Path, tmp_path: Path) -> None:
-    command_line.refuses("compute", rollout, "-o", tmp_path / "none" / "out", *REFERENCE, words="must be writable, got No such file")
-    command_line.refuses("compute", rollout, "-o", tmp_path, "--force", *REFERENCE, words="must be a file, got a directory")
-
-
-@pytest.fixture
-def one_estimator() -> Any:
-    """The registry with GAE alone, so that not every estimator is compiled."""
-    others = [entry for entry in served() if entry.name != "gae"]
-    for entry in others:
-        unregister(entry.name)
-    yield
-    for entry in others:
-        register(entry)
-
-
-@pytest.mark.usefixtures("one_estimator")
-def test_doctor(command_line: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    code, said, _ = command_line("doctor", "--json")
-    report = json.loads(said)
+def test_doctor_reports_versions_backends_and_self_tests(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_scan.doctor.BACKENDS", ("auto", "reference"))
+    code, printed, _ = run("doctor", "--json")
+    report = json.loads(printed)
     assert (code, report["ok"]) == (0, True)
-    assert report["versions"]["rlhf-scan"] == __version__
-    assert report["versions"]["torch"] == torch.__version__
-    assert set(report["backends"]) == {"reference", "cpu", "triton"}
-    assert len(report["gpus"]) == torch.cuda.device_count()
-    for name in ("reference", "cpu"):
-        assert report["backends"][name]["why_not"] is None
-        assert [(test["op"], test["ok"]) for test in report["backends"][name]["self_tests"]] == [("gae", True)]
-    code, said, _ = command_line("doctor")
+    assert report["versions"]["torch"] == torch.__version__ or report["versions"]["torch"] in torch.__version__
+    assert {test["op"] for test in report["backends"]["reference"]["self_tests"]} >= {"gae", "discounted_returns"}
+    code, printed, _ = run("doctor")
     assert code == 0
-    assert "backend cpu: usable\n  gae agrees with the reference\n" in said
-    assert torch.__version__ in said
+    assert "backend reference: usable" in printed
+    assert "gae agrees with the reference" in printed
 
 
-@pytest.mark.usefixtures("one_estimator")
-def test_doctor_finds_a_backend_that_is_wrong(command_line: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlhf_scan.backends import cpu_backend
-
-    run = cpu_backend.run
-    monkeypatch.setattr(cpu_backend, "run", lambda call: [output + 0.01 for output in run(call)])
-    code, said, _ = command_line("doctor")
+def test_doctor_exits_with_1_where_a_self_test_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_scan.doctor.BACKENDS", ("cpu",))
+    monkeypatch.setattr("rlhf_scan.doctor.served", lambda: [estimator("wrong")])
+    # Its formula adds what its definition subtracts.
+    register(
+        replace(
+            estimator("discounted_returns"), name="wrong", naive=lambda steps, rewards, **_: ({s.token: -rewards[s.token] for s in steps},)
+        )
+    )
+    try:
+        code, printed, _ = run("doctor")
+    finally:
+        unregister("wrong")
     assert code == 1
-    assert "  gae FAILED: differs from the reference by" in said
+    assert "wrong FAILED: differs from the reference" in printed
 
 
-def test_serve_answers_and_stops_on_sigterm() -> None:
-    command = [COMMAND, "serve", "--port", "0", *REFERENCE]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "RLHF_SCAN_QUEUE": "3"}
-    ) as served:
-        try:
-            assert served.stdout is not None
-            found = re.fullmatch(r"rlhf-scan listens on (http://127\.0\.0\.1:\d+)\n", served.stdout.readline())
-            assert found is not None
-            url = found[1]
-            assert wait_until(f"{url}/readyz", 200).json() == {"status": "ready", "backend": "reference"}
-            answer = httpx.post(f"{url}/v1/discounted_returns", json={"tensors": {"rewards": [1, 1]}, "params": {"gamma": 0.5}})
-            assert answer.json()["tensors"] == {"returns": [1.5, 1.0]}
-            served.send_signal(signal.SIGTERM)
-            _, log = served.communicate(timeout=20)
-        finally:
-            served.kill()
-    assert served.returncode in (0, -signal.SIGTERM)
-    assert "Traceback" not in log
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{url}/healthz")
+def test_doctor_says_why_a_backend_cannot_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_scan.doctor.BACKENDS", ("cpu",))
+    monkeypatch.setattr("rlhf_scan.backends.cpu_backend.why_not", lambda device: "has a cold; keep it warm")
+    code, printed, _ = run("doctor")
+    assert code == 0
+    assert "backend cpu: backend 'cpu' has a cold; keep it warm" in printed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment", "words"),
-    [
-        (["--port", "70000"], {}, "port must lie in [0, 65535], got 70000"),
-        (["--threads", "0"], {}, "threads must be > 0, got 0"),
-        (["--backend", "gpu"], {}, "backend must be one of"),
-        (["--host", "no.such.host.invalid"], {}, "host and port must be free to listen on"),
-        ([], {"RLHF_SCAN_PORT": "http"}, "RLHF_SCAN_PORT must be of type int, got 'http'"),
-        ([], {"RLHF_SCAN_WARM": "gea"}, "warm must be one of"),
-    ],
-)
-def test_serve_with_wrong_settings(
-    command_line: CommandLine, monkeypatch: pytest.MonkeyPatch, arguments: list[str], environment: dict[str, str], words: str
-) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    command_line.refuses("serve", *arguments, words=words)
-
-
-def test_a_missing_extra_is_named(command_line: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("rlhf_scan.server")]:
+@pytest.mark.parametrize(("command", "blocked"), [("serve", "fastapi"), ("serve", "uvicorn"), ("demo", "httpx")])
+def test_a_missing_extra_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, command: str, blocked: str) -> None:
+    for name in [name for name in sys.modules if name.startswith(("rlhf_scan.server.", "rlhf_scan.demo"))]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    command_line.refuses("serve", words="this command needs uvicorn, which is not installed; run pip install 'rlhf-scan[server]'")
+    monkeypatch.setitem(sys.modules, blocked, None)
+    code, _, error = run(command)
+    assert code == 2
+    assert error == f"rlhf-scan: this command needs {blocked}, which is not installed; run pip install 'rlhf-scan[server]'\n"
+
+
+@contextmanager
+def serving(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`rlhf-scan serve` as a process on a free port, and its address."""
+    command = [str(Path(sys.executable).with_name("rlhf-scan")), "serve", "--port", "0", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().split()[-1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_serve_computes_as_compute_does_and_finishes_what_is_in_flight(rollout_file: Path) -> None:
+    with serving("--backend", "reference", RLHF_SCAN_MAX_BODY_BYTES="2000000") as (process, url):
+        assert url.startswith("http://127.0.0.1:")
+        answer = httpx.post(f"{url}/v1/gae", content=rollout_file.read_bytes(), headers=SAFETENSORS)
+        assert torch.equal(result_from_bytes(answer.content).tensors["returns"], LocalEngine("reference").run(REQUEST).tensors["returns"])
+        assert httpx.post(f"{url}/v1/gae", content=bytes(2_000_001), headers=SAFETENSORS).status_code == 413
+        with HttpEngine(url) as engine:
+            stop = threading.Timer(0.2, process.send_signal, [signal.SIGTERM])
+            stop.start()
+            slow = CreditRequest("discounted_returns", {"rewards": torch.ones(400_000)})  # a second or so in the reference
+            assert engine.run(slow).tensors["returns"][0] == 400_000
+            assert stop.finished.is_set(), "was to be stopped meanwhile"
+        assert process.wait(20) == -signal.SIGTERM
+
+
+def test_serve_says_that_its_port_is_taken(run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        code, _, error = run("serve", "--port", str(listener.getsockname()[1]), "--backend", "reference")
+    assert code == 2
+    assert "choose another port" in error
+    assert error.count("\n") == 1
+
+
+def test_serve_refuses_settings_that_cannot_be_used(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "threads must be > 0" in run("serve", "--threads", "0")[2]
+    monkeypatch.setenv("RLHF_SCAN_QUEUE", "many")
+    assert "RLHF_SCAN_QUEUE must be of type int, got 'many'" in run("serve")[2]
