@@ -1,0 +1,138 @@
+"""A new estimator costs a builder, a naive loop and a registration (toy_estimator.py), and is then served everywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import toy_estimator
+from conftest import device_of
+from service import running, wait_until
+from torch import Tensor
+from toy_estimator import NAME
+from typer.testing import CliRunner
+
+from rlhf_scan import CreditRequest, CreditResult, InputError, LocalEngine, execute
+from rlhf_scan.estimators import served, unregister
+from rlhf_scan.rollout import read_result, write_request
+
+pytestmark = pytest.mark.usefixtures("nan_filled", "no_hang")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def known() -> Iterator[None]:
+    toy_estimator.add()
+    yield
+    unregister(NAME)
+    assert NAME not in {entry.name for entry in served()}
+
+
+def request(dtype: torch.dtype = torch.float32, device: torch.device | None = None, **params: Any) -> CreditRequest:
+    random = torch.Generator().manual_seed(8)
+    tensors: dict[str, Tensor] = {
+        "rewards": torch.randn(30, generator=random),
+        "log_visits": torch.rand(30, generator=random) * 5,
+        "bootstrap": torch.randn(4, generator=random),
+        "gamma": torch.rand(4, generator=random),
+        "scale": torch.rand(30, generator=random),
+    }
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    tensors |= {
+        "mask": torch.rand(30, generator=random) < 0.8,
+        "terminated": torch.rand(30, generator=random) < 0.1,
+        "truncated": torch.rand(30, generator=random) < 0.1,
+        "cu_seqlens": torch.tensor([0, 1, 1, 23, 30]),
+    }
+    return CreditRequest(NAME, {name: tensor.to(device or "cpu") for name, tensor in tensors.items()}, {"largest_bonus": 0.4, **params})
+
+
+def assert_close(result: CreditResult, expected: CreditResult) -> None:
+    """Thirty tokens of a magnitude below 8, each a few roundings."""
+    assert list(result.tensors) == ["returns"]
+    torch.testing.assert_close(result.tensors["returns"].cpu(), expected.tensors["returns"], rtol=0, atol=30 * 8 * 8 * 2.0**-24)
+
+
+def test_by_hand(backend: str) -> None:
+    device = device_of(backend)
+    rewards, log_visits = torch.tensor([1.0, 2.0, 4.0], device=device), torch.zeros(3, device=device)
+    found = LocalEngine(backend).run(
+        CreditRequest(NAME, {"rewards": rewards, "log_visits": log_visits, "bootstrap": torch.tensor([8.0], device=device)}, {"gamma": 0.5})
+    )
+    assert found.tensors["returns"].tolist() == [1.5 + 3.375, 2.5 + 4.25, 4.5 + 4]
+
+
+@pytest.mark.parametrize("masked", ["skip", "zero", "keep"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_backends_agree_with_its_naive_loop(backend: str, dtype: torch.dtype, masked: str) -> None:
+    expected = LocalEngine("reference").run(request(dtype, masked=masked))
+    assert_close(LocalEngine(backend).run(request(dtype, device_of(backend), masked=masked)), expected)
+
+
+def test_it_shares_launches() -> None:
+    alone = LocalEngine("cpu").run(request())
+    together = execute([request(), request(), request()], backend="cpu")
+    assert [result.report["shared_with"] for result in together] == [2, 2, 2]
+    assert all(torch.equal(result.tensors["returns"], alone.tensors["returns"]) for result in together)
+
+
+def test_errors_name_it_and_its_arguments() -> None:
+    with pytest.raises(InputError, match=rf"^{NAME}: tensors must hold .*got no log_visits"):
+        LocalEngine("cpu").run(CreditRequest(NAME, {"rewards": torch.zeros(3)}))
+    with pytest.raises(InputError, match=rf"^{NAME}: scale must lie in \[0, inf\], got -1"):
+        LocalEngine("cpu").run(CreditRequest(NAME, {"rewards": torch.zeros(3), "log_visits": torch.zeros(3)}, {"scale": -1.0}))
+
+
+def test_http() -> None:
+    from rlhf_scan.server import Settings
+    from rlhf_scan.server.client import HttpEngine
+
+    with running(Settings(backend="cpu", warm=NAME)) as url:
+        wait_until(f"{url}/readyz", 200)  # it passed the service's self-test
+        with HttpEngine(url) as engine:
+            result = engine.run(request())
+        assert torch.equal(result.tensors["returns"], LocalEngine("cpu").run(request()).tensors["returns"])
+        sent = {"tensors": {"rewards": [1, 2], "log_visits": [0, 0]}, "params": {"gamma": 0.5, "scale": 0.25}}
+        answer = httpx.post(f"{url}/v1/{NAME}", json=sent, timeout=60).json()
+        assert answer["tensors"] == {"returns": [2.375, 2.25]}
+        schema = httpx.get(f"{url}/openapi.json").json()["paths"][f"/v1/{NAME}"]["post"]
+        assert all(word in json.dumps(schema) for word in ("log_visits", "largest_bonus", "bonus at the first visit"))
+        wrong = httpx.post(f"{url}/v1/{NAME}", json={"tensors": {"rewards": [1, 2]}})
+        assert wrong.status_code == 422
+        assert "log_visits" in wrong.json()["detail"]
+
+
+def test_command_line(tmp_path: Path) -> None:
+    from rlhf_scan.cli import app
+
+    write_request(request(), tmp_path / "in.safetensors")
+    outcome = CliRunner().invoke(app, ["compute", str(tmp_path / "in.safetensors"), "-o", str(tmp_path / "out.safetensors")])
+    assert outcome.exit_code == 0, outcome.output
+    found = read_result(tmp_path / "out.safetensors")
+    assert torch.equal(found.tensors["returns"], LocalEngine().run(request()).tensors["returns"])
+
+
+def test_ray() -> None:
+    """An actor is another process, which runs the registration when it starts: Ray's worker_process_setup_hook."""
+    ray = pytest.importorskip("ray")
+    from rlhf_scan.ray_actors import RayEngine
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    path = os.pathsep.join(filter(None, [os.path.dirname(toy_estimator.__file__), os.environ.get("PYTHONPATH")]))
+    environment = {"worker_process_setup_hook": "toy_estimator.add", "env_vars": {"PYTHONPATH": path}}
+    ray.init(
+        num_cpus=2, object_store_memory=256 << 20, include_dashboard=False, log_to_driver=False, runtime_env=environment, address="local"
+    )
+    try:
+        expected = LocalEngine("reference").run(request()).tensors["returns"]
+        with RayEngine(num_cpus=0.1, backend="reference") as engine:
+            assert torch.equal(engine.run(request()).tensors["returns"], expected)
+            with pytest.raises(InputError, match=rf"^{NAME}: tensors must hold .*got no log_visits"):
+                engine.run(CreditRequest(NAME, {"rewards": torch.zeros(3)}))
+    finally:
+        ray.shutdown()
