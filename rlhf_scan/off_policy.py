@@ -122,8 +122,8 @@ def retrace(
         q_values: Q(s_t, a_t), the shape of `rewards`.
         expected_next_q: E_t, likewise.
         behavior_logprobs, target_logprobs: as in `vtrace`.
-        c_bar: largest ratio in the trace, >= 0 (inf: none): a number, [S] or per token.
-        rho_bar: largest ratio in the advantage, likewise.
+        c_bar: largest ratio in the trace, >= 0 (inf: none): a number, [S] or per token, where t's bounds the ratio of t + 1.
+        rho_bar: largest ratio in the advantage, likewise, but of t.
         segments, mask, masked, terminated, truncated, dtype, backend, validate: as in `gae`.
 
     Returns:

@@ -1,0 +1,35 @@
+"""docs/estimators.md speaks of every estimator, and of it as it is."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from rlhf_scan.estimators import served
+
+ROOT = Path(__file__).parents[1]
+
+
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("estimator_table", ROOT / "scripts" / "estimator_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_is_that_of_the_registry() -> None:
+    table = script()
+    text = table.PAGE.read_text(encoding="utf-8")
+    assert text == table.page(text), "run python -m scripts.estimator_table"
+
+
+def test_every_estimator_has_its_coefficients_in_the_docs() -> None:
+    text = (ROOT / "docs" / "estimators.md").read_text(encoding="utf-8")
+    rows = [line for line in text[text.index("## Side by side") : text.index("## Boundaries")].splitlines() if line.startswith("| `")]
+    for entry in served():
+        (row,) = [row for row in rows if f"`{entry.name}`" in row.split("|")[1]]
+        assert all(name in row for name in entry.outputs), entry.name
+        assert ("(forward)" in row) == (not entry.reverse)
