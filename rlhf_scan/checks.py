@@ -28,7 +28,12 @@ class Layout:
     segments: int
     length: int | None
     boundaries: Segments | None
-    like: str
+    estimator: Estimator
+
+    @property
+    def like(self) -> str:
+        """The input whose shape it is."""
+        return self.estimator.inputs[0]
 
 
 def check_option(op: str, name: str, value: object, allowed: Sequence[str]) -> None:
@@ -45,8 +50,9 @@ def check_dtype(op: str, dtype: torch.dtype | None) -> None:
         )
 
 
-def resolve_layout(op: str, like: str, tensor: object, segments: Segments | None) -> Layout:
-    """The layout that the first input and `segments` describe."""
+def resolve_layout(op: str, entry: Estimator, tensor: object, segments: Segments | None) -> Layout:
+    """The layout that the first input of `entry` and `segments` describe."""
+    like = entry.inputs[0]
     first = check_floats(op, like, tensor)
     if segments is not None and not isinstance(segments, Segments):
         raise InputError(
@@ -61,9 +67,9 @@ def resolve_layout(op: str, like: str, tensor: object, segments: Segments | None
                 f"{op}: segments must cover the {first.numel()} tokens of {like}, got {segments.total} tokens; "
                 "cu_seqlens must end at N and lengths must add up to N"
             )
-        return Layout(op, first.shape, first.device, segments.count, None, segments, like)
+        return Layout(op, first.shape, first.device, segments.count, None, segments, entry)
     rows, length = (1, first.shape[0]) if first.dim() == 1 else (first.shape[0], first.shape[1])
-    return Layout(op, first.shape, first.device, rows, length, None, like)
+    return Layout(op, first.shape, first.device, rows, length, None, entry)
 
 
 def check_floats(op: str, name: str, tensor: object) -> Tensor:
@@ -81,7 +87,7 @@ def per_token(layout: Layout, name: str, tensor: object) -> Tensor:
     if checked.shape != layout.shape:
         raise InputError(
             f"{layout.op}: {name} must have shape {list(layout.shape)} to match {layout.like}, got {list(checked.shape)}; "
-            + _shape_remedy(layout, checked)
+            + _shape_remedy(layout, name, checked)
         )
     _check_device(layout, name, checked)
     return _flat(checked)
@@ -113,7 +119,7 @@ def per_token_or_segment(layout: Layout, name: str, tensor: Tensor) -> Tensor:
         return _flat(tensor)
     raise InputError(
         f"{layout.op}: {name} must have shape [{layout.segments}] (one per segment) or {list(layout.shape)} (one per token), "
-        f"got {list(tensor.shape)}; " + _shape_remedy(layout, tensor)
+        f"got {list(tensor.shape)}; " + _shape_remedy(layout, name, tensor)
     )
 
 
@@ -130,7 +136,7 @@ def resolve_flag(layout: Layout, name: str, flag: object, *, segment_form: bool)
     if flag.shape != layout.shape:
         raise InputError(
             f"{layout.op}: {name} must have shape {list(layout.shape)} to match {layout.like}, got {list(flag.shape)}; "
-            + _shape_remedy(layout, flag)
+            + _shape_remedy(layout, name, flag)
         )
     _check_device(layout, name, flag)
     return _flat(flag)
@@ -177,10 +183,11 @@ def _check_device(layout: Layout, name: str, tensor: Tensor) -> None:
         )
 
 
-def _shape_remedy(layout: Layout, tensor: Tensor) -> str:
+def _shape_remedy(layout: Layout, name: str, tensor: Tensor) -> str:
     """What most likely went wrong."""
     shape, got = layout.shape, tensor.shape
-    if len(got) == len(shape) and got[:-1] == shape[:-1] and got[-1] == shape[-1] + 1:
+    bootstraps = name in layout.estimator.following and layout.estimator.end_name == "bootstrap"
+    if bootstraps and len(got) == len(shape) and got[:-1] == shape[:-1] and got[-1] == shape[-1] + 1:
         return "pass V(s_T) as bootstrap= instead of appending it"
     if len(got) == len(shape) and got == shape[::-1]:
         return "transpose it: the layout is [B, T]"

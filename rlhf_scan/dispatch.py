@@ -81,7 +81,7 @@ def estimate(
     checks.check_option(op, "boundary", boundary, BOUNDARIES)
     checks.check_option(op, "validate", validate, ("shapes", "full"))
     checks.check_dtype(op, dtype)
-    layout = checks.resolve_layout(op, entry.inputs[0], tensors[entry.inputs[0]], segments)
+    layout = checks.resolve_layout(op, entry, tensors[entry.inputs[0]], segments)
     chosen = choose_backend(backend, layout.device)
     inputs = _inputs(layout, entry, tensors, chosen)
     resolved = {
