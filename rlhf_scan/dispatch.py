@@ -43,7 +43,6 @@ def backend_module(name: str) -> Backend:
         raise BackendError(f"backend {name!r} needs {error.name}, which is not installed; install it or choose another backend") from error
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile cannot trace an import
 def choose_backend(name: str, device: torch.device) -> str:
     """The backend that runs, given what was asked for: "auto" is triton for CUDA tensors, else cpu. Raises BackendError if it cannot."""
     chosen = name if name != "auto" else ("triton" if device.type == "cuda" else "cpu")
@@ -51,6 +50,10 @@ def choose_backend(name: str, device: torch.device) -> str:
     if reason is not None:
         raise BackendError(f"backend {chosen!r} {reason}")
     return chosen
+
+
+# torch.compile cannot trace an import. This is torch.compiler.assume_constant_result, which itself imports torch._dynamo: as long as torch.
+choose_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def estimate(
