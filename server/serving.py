@@ -36,5 +36,5 @@ def _listen(settings: Settings) -> socket.socket:
         return socket.create_server((settings.host, settings.port), family=family)
     except OSError as error:
         raise InputError(
-            f"serve: host and port must be free to listen on, got {settings.host}:{settings.port}: {error}; choose another port"
+            f"serve: host and port must be free to listen on, got {settings.host}:{settings.port}: {error}; choose another host or port"
         ) from error

@@ -212,7 +212,7 @@ def test_serve_says_that_its_port_is_taken(run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         code, _, error = run("serve", "--port", str(listener.getsockname()[1]), "--backend", "reference")
     assert code == 2
-    assert "choose another port" in error
+    assert "choose another host or port" in error
     assert error.count("\n") == 1
 
 
