@@ -69,6 +69,36 @@ def poisoned(sample: Sample, poison: float) -> Sample:
 
 
 @each_op
+def test_nan_at_a_trainable_token_spreads_no_further_than_the_recurrence(op: str, backend: str) -> None:
+    """Where the oracle does not carry it, no bit changes; nor does a backend wait for ever for a carry that is NaN."""
+
+    def check(sample: Sample) -> None:
+        spoilt = with_nan(sample)
+        for clean, output, numbers in zip(sample.run(backend), spoilt.run(backend), ORACLES[op](spoilt.batch), strict=True):
+            beyond = torch.tensor([number.value == number.value for number in numbers], dtype=torch.bool)
+            assert torch.equal(clean[beyond], output[beyond])
+
+    for_samples(op, backend, check)
+
+
+def with_nan(sample: Sample) -> Sample:
+    """NaN at the token in the middle, in every input and rate, and in the rates of its segment."""
+    batch = sample.batch
+    if not batch.tokens:
+        return sample
+    token = batch.tokens // 2
+
+    def spoilt(name: str, numbers: Any) -> Any:
+        if isinstance(numbers, np.ndarray):
+            numbers = numbers.copy()
+            numbers[batch.segment_of[token] if name in batch.per_segment else token] = np.nan
+        return numbers
+
+    inputs = {name: spoilt(name, numbers) for name, numbers in batch.inputs.items()}
+    return sample.changed(inputs=inputs, rates={name: spoilt(name, rate) for name, rate in batch.rates.items()})
+
+
+@each_op
 def test_a_second_run_gives_the_same_bits_and_inputs_are_not_written(op: str, backend: str) -> None:
     def check(sample: Sample) -> None:
         inputs, options = sample.arguments(device_of(backend))
