@@ -35,6 +35,22 @@ def test_as_the_oracle(op: str, backend: str) -> None:
 
 
 @each_op
+def test_pieces_and_threads_of_the_cpu_backend(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long segments are cut, here into pieces of 8 tokens, and pieces are shared out, which changes no bit."""
+    monkeypatch.setattr("rlhf_scan.backends.cpu_backend.PIECE", 8)
+
+    def check(sample: Sample) -> None:
+        outputs = sample.run("cpu")
+        assert_as_the_oracle(sample, outputs)
+        with monkeypatch.context() as threads:
+            threads.setattr("rlhf_scan.backends.cpu_backend.TOKENS_PER_THREAD", 4)
+            threads.setattr(torch, "get_num_threads", lambda: 3)
+            assert_same_bits(sample, outputs, sample.run("cpu"))
+
+    for_samples(op, "cpu", check)
+
+
+@each_op
 def test_poison_changes_no_bit(op: str, backend: str) -> None:
     """Neither at masked tokens nor where nothing reads: rates of skipped tokens and empty segments, a bootstrap inside an episode."""
 
