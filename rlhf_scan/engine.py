@@ -45,7 +45,7 @@ def execute(requests: Sequence[CreditRequest], *, backend: str = "auto", validat
     """Run many requests, those that can share a launch in one; each result has exactly the bits it would have alone.
 
     Raises:
-        InputError: a request is wrong. None is run then: check untrusted requests one by one.
+        InputError: a request is wrong. No result is returned then: run untrusted requests one by one.
         BackendError: the backend cannot run here.
     """
     results: list[CreditResult | None] = [None] * len(requests)
