@@ -65,6 +65,11 @@ class Call:
         return tuple(self.estimator.inputs.index(name) for name in self.estimator.following)
 
     @property
+    def rates_following(self) -> tuple[int, ...]:
+        """Positions among a channel's rates of those that its builder reads at the next step; the same in each channel."""
+        return tuple(i for i, name in enumerate(self.estimator.channels[0]) if name in self.estimator.rates_following)
+
+    @property
     def continuation(self) -> int:
         """Position in `inputs` of the one that is itself the value that follows its step; -1 if none is."""
         name = self.estimator.continuation

@@ -1,8 +1,8 @@
 """The formulas, each written once: plain arithmetic that numba and Triton both compile.
 
 A builder turns one step into the (a, b) of ``x_t = a + b * x_next``. `here` holds the estimator's inputs at the step, `following` those
-inputs it asked for at the next step (the value after the end where the segment ends), `rates` its gamma, lambda, ... at the step. The scan
-puts b = 0 at an end; a builder never sees a boundary or a mask. A `*_results` function turns the solved x, one per channel, into outputs.
+inputs it asked for at the next step (the value after the end where the segment ends), `rates` its gamma, lambda, ... at the step, or at the
+next one those it asked for there. The scan puts b = 0 at an end; a builder never sees a boundary or a mask. A `*_results` function turns the solved x, one per channel, into outputs.
 A formula may call `exp` and `minimum` below, and other functions of its own module.
 """
 
@@ -82,8 +82,8 @@ def retrace_coefficients(here, following, rates):
     """x_t = delta_t + gamma * lam * c_{t+1} * x_{t+1}, where x = target - Q and delta_t = r_t + gamma * E[Q(s_{t+1}, .)] - Q_t."""
     rewards, q_values, _, _, _ = here
     _, next_behavior_logprobs, next_target_logprobs, expected_next_q = following
-    gamma, lam, c_bar, _ = rates
-    next_c = minimum(importance_ratio(next_behavior_logprobs, next_target_logprobs), c_bar)
+    gamma, lam, next_c_bar, _ = rates
+    next_c = minimum(importance_ratio(next_behavior_logprobs, next_target_logprobs), next_c_bar)
     return rewards + gamma * expected_next_q - q_values, gamma * lam * next_c
 
 

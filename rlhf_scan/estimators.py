@@ -45,6 +45,8 @@ class Estimator:
         naive: the definition, a plain loop over the steps of one segment, see `rlhf_scan.naive`.
         rates: its gamma-like parameters.
         following: the inputs whose value at the next step the builder reads; the value after the end stands in where the segment ends.
+        rates_following: the rates that builder and epilogue get as they are at the next step. Where nothing follows they may be any number:
+            b is 0 there, so they may enter b alone.
         continuation: an input that is itself the value that follows its step (as E[Q] is), also where the segment ends, unless it
             terminates there; the builder gets it as the last of `following`, 0 where it terminates.
         expectation: (values, probabilities) of each action, [.., A], that the caller gives in place of `continuation`, which is their
@@ -68,6 +70,7 @@ class Estimator:
     naive: Callable[..., Any]
     rates: Mapping[str, Rate] = field(default_factory=dict)
     following: tuple[str, ...] = ()
+    rates_following: tuple[str, ...] = ()
     continuation: str | None = None
     expectation: tuple[str, str] | None = None
     counts: Mapping[str, Callable[[Mapping[str, Tensor]], Tensor]] = field(default_factory=dict)
@@ -224,6 +227,7 @@ _RETRACE = Estimator(
     results=coefficients.retrace_results,
     naive=naive.retrace,
     following=("q_values", *_LOGPROBS),
+    rates_following=("c_bar",),
     continuation="expected_next_q",
     counts=_CUT,
     end="none",

@@ -131,7 +131,7 @@ def retrace(
         next_target = expected
         if step.next is not None:
             next_target = targets[step.next]
-            c = min(c_bar[t], ratio(behavior_logprobs[step.next], target_logprobs[step.next]))
+            c = min(c_bar[step.next], ratio(behavior_logprobs[step.next], target_logprobs[step.next]))
             targets[t] += gamma[t] * lam[t] * c * (next_target - q_values[step.next])
         rho = min(rho_bar[t], ratio(behavior_logprobs[t], target_logprobs[t]))
         advantages[t] = rho * (rewards[t] + gamma[t] * next_target - q_values[t])

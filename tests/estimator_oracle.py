@@ -146,7 +146,7 @@ def vtrace(case: Case) -> list[list[Number]]:
 
 
 def retrace(case: Case) -> list[list[Number]]:
-    """Munos 2016, (3)-(4): target_t = r_t + gamma * (E_t + lam * c_next * (target_next - Q_next)); E_t follows a cut. Rates are those of t."""
+    """Munos 2016, (3)-(4): target_t = r_t + gamma * (E_t + lam * c_next * (target_next - Q_next)); E_t follows a cut. c_bar bounds the ratio beside it."""
     targets: dict[int, Number] = {}
     advantages: dict[int, Number] = {}
     for token in case.backward():
@@ -156,7 +156,7 @@ def retrace(case: Case) -> list[list[Number]]:
         if cut is None:
             next_target = targets[source]
             correction = (
-                case.rate("lam", token) * ratio(case, source, case.rate("c_bar", token)) * (next_target - case.at("q_values", source))
+                case.rate("lam", token) * ratio(case, source, case.rate("c_bar", source)) * (next_target - case.at("q_values", source))
             )
         gamma, reward = case.rate("gamma", token), case.at("rewards", token)
         # A scan may carry target - Q, so that Q is rounded too.

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..call import MASK_MODES, Call, Rate, is_per_segment
-from .cpu_sweep import compiled_sweep, sum_of_products
+from .cpu_actions import sum_of_products
+from .cpu_sweep import compiled_sweep
 
 Array = npt.NDArray[Any]
 
@@ -34,7 +35,7 @@ def why_not(device: torch.device) -> str | None:
 def run(call: Call) -> list[Tensor]:
     """Sweep every segment; long ones in pieces, first for what each piece does to a carry, then for the outputs."""
     number = np.float64 if call.compute_dtype == torch.float64 else np.float32
-    formulas = (call.estimator, call.following, tuple(len(rates) for rates in call.rates), number)
+    formulas = (call.estimator, call.following, call.rates_following, tuple(len(rates) for rates in call.rates), number)
     outputs = [torch.empty(call.tokens, dtype=call.compute_dtype) for _ in call.estimator.outputs]
     bounds = _bounds(call)
     pieces = _pieces(bounds)

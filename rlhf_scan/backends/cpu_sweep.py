@@ -27,9 +27,9 @@ compiled = njit(forceinline=True, **_OPTIONS)
 
 @lru_cache(maxsize=256)
 def compiled_sweep(
-    entry: Estimator, following: tuple[int, ...], rates: tuple[int, ...], number: type, aggregate: bool
+    entry: Estimator, following: tuple[int, ...], rates_following: tuple[int, ...], rates: tuple[int, ...], number: type, aggregate: bool
 ) -> Callable[..., None]:
-    """The sweep of `entry` in `number` arithmetic, for channels that take so many `rates` each.
+    """The sweep of `entry` in `number` arithmetic, for channels that take so many `rates` each, those at `rates_following` at the next step.
 
     Called as ``sweep(pieces, carries, outputs, inputs, rates, rate_kinds, flags, kinds, masked, starts, bootstrap, bounds)`` it reads the carry that
     enters each piece from `carries` and writes the outputs; an `aggregate` sweep writes to `carries` what each piece does to a carry.
@@ -38,8 +38,9 @@ def compiled_sweep(
     read = _reader(tuple(range(len(entry.inputs))))
     coefficients, results = (compiled_formula(formula, _OWN, compiled) for formula in (entry.coefficients, entry.results))
     read_following = _following(entry, following, number)
-    step = _step(_coefficients(coefficients, rates), read_following, entry.end in ("carry", "initial"), number, aggregate)
-    outputs = _outputs(results, _writer(len(entry.outputs)), _rate_reader(0, rates[0]))
+    read_rates = [_rate_reader(sum(rates[:channel]), count, rates_following, number) for channel, count in enumerate(rates)]
+    step = _step(_coefficients(coefficients, read_rates), read_following, entry.end in ("carry", "initial"), number, aggregate)
+    outputs = _outputs(results, _writer(len(entry.outputs)), read_rates[0])
     sweep: Callable[..., None] = _sweep(step, read, outputs, _blanker(len(entry.outputs)), entry.reverse, number, aggregate)
     return sweep
 
@@ -86,32 +87,41 @@ def _reader(indices: tuple[int, ...]) -> Any:
     return compiled(lambda arrays, t, on, otherwise: head(arrays, t, on, otherwise) + ((arrays[last][t] if on else otherwise),))
 
 
-def _rate_reader(first: int, count: int) -> Any:
-    """(arrays, kinds, segment, t) -> `count` rates from `first` on."""
+def _rate_reader(first: int, count: int, following: tuple[int, ...], number: type) -> Any:
+    """(arrays, kinds, segment, t, preceding) -> `count` rates from `first` on; those `following` at `preceding`, 0 where it is -1."""
     if count == 0:
-        return compiled(lambda arrays, kinds, segment, t: ())
-    head, last = _rate_reader(first, count - 1), first + count - 1
-    return compiled(lambda arrays, kinds, segment, t: head(arrays, kinds, segment, t) + (arrays[last][_index(kinds[last], segment, t)],))
+        return compiled(lambda arrays, kinds, segment, t, preceding: ())
+    head, last, zero = _rate_reader(first, count - 1, following, number), first + count - 1, number(0)
+
+    @compiled
+    def read(arrays, kinds, segment, t, preceding):
+        return head(arrays, kinds, segment, t, preceding) + (arrays[last][_index(kinds[last], segment, t)],)
+
+    @compiled
+    def read_following(arrays, kinds, segment, t, preceding):
+        there = kinds[last] != 2 or preceding >= 0
+        return head(arrays, kinds, segment, t, preceding) + ((arrays[last][_index(kinds[last], segment, preceding)] if there else zero),)
+
+    return read_following if count - 1 in following else read
 
 
-def _coefficients(coefficients: Any, rates: tuple[int, ...]) -> Any:
-    """(here, following, rates, kinds, segment, t) -> (a, b) of both channels; a channel that is not run is the first again."""
-    read_first = _rate_reader(0, rates[0])
-    if len(rates) == 1:
+def _coefficients(coefficients: Any, read_rates: list[Any]) -> Any:
+    """(here, following, rates, kinds, segment, t, preceding) -> (a, b) of both channels; a channel that is not run is the first again."""
+    read_first, read_second = read_rates[0], read_rates[-1]
+    if len(read_rates) == 1:
 
         @compiled
-        def one(here, following, arrays, kinds, segment, t):
-            first = coefficients(here, following, read_first(arrays, kinds, segment, t))
+        def one(here, following, arrays, kinds, segment, t, preceding):
+            first = coefficients(here, following, read_first(arrays, kinds, segment, t, preceding))
             return first, first
 
         return one
-    read_second = _rate_reader(rates[0], rates[1])
 
     @compiled
-    def two(here, following, arrays, kinds, segment, t):
+    def two(here, following, arrays, kinds, segment, t, preceding):
         return (
-            coefficients(here, following, read_first(arrays, kinds, segment, t)),
-            coefficients(here, following, read_second(arrays, kinds, segment, t)),
+            coefficients(here, following, read_first(arrays, kinds, segment, t, preceding)),
+            coefficients(here, following, read_second(arrays, kinds, segment, t, preceding)),
         )
 
     return two
@@ -220,15 +230,15 @@ def _step(coefficients: Any, read_following: Any, end_is_carry: bool, number: ty
         x, y, decay_x, decay_y = state
         preceding, value, terminated = end
         following = read_following(inputs, here, preceding, on_preceding, value, terminated)
-        (a, b), (c, d) = coefficients(here, following, rates, rate_kinds, segment, t)
+        (a, b), (c, d) = coefficients(here, following, rates, rate_kinds, segment, t, preceding)
         if preceding >= 0:
             if aggregate:
                 decay_x, decay_y = _flushed(number(b * decay_x), tiny), _flushed(number(d * decay_y), tiny)
-            return (number(a + b * x), number(c + d * y), decay_x, decay_y), following, (x, y)
+            return (number(a + b * x), number(c + d * y), decay_x, decay_y), following, (x, y), preceding
         # Where nothing follows (0), nothing is carried, whatever b is.
         if end_is_carry and value != zero:
-            return (number(a + b * value), number(c + d * value), zero, zero), following, (zero, zero)
-        return (number(a), number(c), zero, zero), following, (zero, zero)
+            return (number(a + b * value), number(c + d * value), zero, zero), following, (zero, zero), preceding
+        return (number(a), number(c), zero, zero), following, (zero, zero), preceding
 
     return step
 
@@ -238,8 +248,9 @@ def _outputs(results: Any, write: Any, read_rates: Any) -> Any:
 
     @compiled
     def outputs(arrays, t, on, step, here, rates, rate_kinds, segment):
-        state, following, next_x = step
-        write(arrays, t, on, results(here, following, (state[0], state[1]), next_x, read_rates(rates, rate_kinds, segment, t)))
+        state, following, next_x, preceding = step
+        taken = read_rates(rates, rate_kinds, segment, t, preceding)
+        write(arrays, t, on, results(here, following, (state[0], state[1]), next_x, taken))
 
     return outputs
 
@@ -287,14 +298,3 @@ def _sweep(step: Any, read: Any, write: Any, blank: Any, reverse: bool, number: 
                 carries[piece, 0], carries[piece, 1], carries[piece, 2], carries[piece, 3] = state
 
     return sweep
-
-
-@njit(nogil=True)
-def sum_of_products(values, weights, sums):
-    """sums[t] = sum over a of values[t, a] * weights[t, a]; a weight of 0 adds 0, whatever the value."""
-    for t in range(len(sums)):
-        total = sums.dtype.type(0)
-        for action in range(values.shape[1]):
-            if weights[t, action] != 0:
-                total += values[t, action] * weights[t, action]
-        sums[t] = total

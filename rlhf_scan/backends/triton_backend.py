@@ -118,6 +118,7 @@ def _arguments(call: Call) -> dict[str, Any]:
         "RATES": len(call.rates[0]),
         "RATE_KINDS": tuple(_kind(rate) for rate in rates),
         "FOLLOWING": call.following,
+        "RATE_FOLLOWS": tuple(i in call.rates_following for i in range(len(call.rates[0]))),
         "FLAGS": tuple(_kind(flag) for flag in flags),
         "BOOTSTRAP": _kind(call.bootstrap),
         "CONTINUATION": call.continuation,

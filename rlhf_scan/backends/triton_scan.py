@@ -59,17 +59,29 @@ def _rows_of_program(slots, segments, length, bound, ROWS: tl.constexpr, INDEX: 
 
 @triton.jit
 def _rates_of(
-    pointers, numbers, segment, origin, at, on, FIRST: tl.constexpr, COUNT: tl.constexpr, KINDS: tl.constexpr, DTYPE: tl.constexpr
+    pointers,
+    numbers,
+    segment,
+    origin,
+    here,
+    next,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    FOLLOWS: tl.constexpr,
+    KINDS: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
-    """`COUNT` rates from the `FIRST` on, as the tile sees them."""
+    """`COUNT` rates from the `FIRST` on, as the tile sees them: at `here`, (place, whether there is one), or those that FOLLOWS at `next`."""
     found = ()
     for i in tl.static_range(COUNT):
         if KINDS[FIRST + i] == 0:
             found = found + (tl.cast(numbers[FIRST + i], DTYPE),)
         elif KINDS[FIRST + i] == 1:
             found = found + (tl.load(pointers[FIRST + i] + segment).to(DTYPE),)
+        elif FOLLOWS[i]:
+            found = found + (tl.load(pointers[FIRST + i] + origin + next[0], mask=next[1], other=0).to(DTYPE),)
         else:
-            found = found + (tl.load(pointers[FIRST + i] + origin + at, mask=on, other=0).to(DTYPE),)
+            found = found + (tl.load(pointers[FIRST + i] + origin + here[0], mask=here[1], other=0).to(DTYPE),)
     return found
 
 
@@ -94,6 +106,7 @@ def scan_tiles(
     RATES: tl.constexpr,  # how many a channel takes
     RATE_KINDS: tl.constexpr,
     FOLLOWING: tl.constexpr,
+    RATE_FOLLOWS: tl.constexpr,  # for each rate of a channel, whether the formulas read it at the next step
     CONTINUATION: tl.constexpr,
     FLAGS: tl.constexpr,
     BOOTSTRAP: tl.constexpr,
@@ -145,9 +158,11 @@ def scan_tiles(
     solved = ()
     before = ()
     for channel in tl.static_range(CHANNELS):
-        a, b = coefficients(
-            here, following, _rates_of(rates, rate_numbers, segment, origin, at, steps, channel * RATES, RATES, RATE_KINDS, DTYPE)
+        places, next_places = (at, steps), (preceding, continues)
+        taken = _rates_of(
+            rates, rate_numbers, segment, origin, places, next_places, channel * RATES, RATES, RATE_FOLLOWS, RATE_KINDS, DTYPE
         )
+        a, b = coefficients(here, following, taken)
         if END_IS_CARRY:
             a = tl.where(ended & (end != 0), a + b * end, a)
         a = tl.where(steps, a, tl.cast(0, DTYPE))
@@ -166,7 +181,7 @@ def scan_tiles(
         solved, before = solved + (x,), before + (preceding_x,)
     if CHANNELS == 1:
         solved, before = solved + (solved[0],), before + (before[0],)
-    numbers = _rates_of(rates, rate_numbers, segment, origin, at, steps, 0, RATES, RATE_KINDS, DTYPE)
+    numbers = _rates_of(rates, rate_numbers, segment, origin, (at, steps), (preceding, continues), 0, RATES, RATE_FOLLOWS, RATE_KINDS, DTYPE)
     values = results(here, following, solved, before, numbers)
     for i in tl.static_range(len(outputs)):
         tl.store(outputs[i] + origin + at, tl.where(kept, values[i], 0.0).to(outputs[i].dtype.element_ty), mask=inside)
