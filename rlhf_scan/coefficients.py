@@ -2,8 +2,8 @@
 
 A builder turns one step into the (a, b) of ``x_t = a + b * x_next``. `here` holds the estimator's inputs at the step, `following` those
 inputs it asked for at the next step (the value after the end where the segment ends), `rates` its gamma, lambda, ... at the step, or at the
-next one those it asked for there. The scan puts b = 0 at an end; a builder never sees a boundary or a mask. A `*_results` function turns the solved x, one per channel, into outputs.
-A formula may call `exp` and `minimum` below, and other functions of its own module.
+next one those it asked for there. The scan puts b = 0 at an end; a builder never sees a boundary or a mask. A `*_results` function turns the
+solved x, one per channel, into outputs. A formula may call `exp` and `minimum` below, and other functions of its own module.
 """
 
 # mypy: ignore-errors

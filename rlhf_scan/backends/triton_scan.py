@@ -181,7 +181,9 @@ def scan_tiles(
         solved, before = solved + (x,), before + (preceding_x,)
     if CHANNELS == 1:
         solved, before = solved + (solved[0],), before + (before[0],)
-    numbers = _rates_of(rates, rate_numbers, segment, origin, (at, steps), (preceding, continues), 0, RATES, RATE_FOLLOWS, RATE_KINDS, DTYPE)
+    numbers = _rates_of(
+        rates, rate_numbers, segment, origin, (at, steps), (preceding, continues), 0, RATES, RATE_FOLLOWS, RATE_KINDS, DTYPE
+    )
     values = results(here, following, solved, before, numbers)
     for i in tl.static_range(len(outputs)):
         tl.store(outputs[i] + origin + at, tl.where(kept, values[i], 0.0).to(outputs[i].dtype.element_ty), mask=inside)
