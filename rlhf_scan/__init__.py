@@ -9,6 +9,7 @@ from .off_policy import Retrace, VTrace, retrace, retrace_from_policy, vtrace
 from .requests import CreditRequest, CreditResult
 from .segments import Segments
 from .version import __version__
+from .whitening import whiten
 
 __all__ = [
     "GAE",
@@ -34,4 +35,5 @@ __all__ = [
     "retrace",
     "retrace_from_policy",
     "vtrace",
+    "whiten",
 ]

@@ -123,14 +123,34 @@ def per_token_or_segment(layout: Layout, name: str, tensor: Tensor) -> Tensor:
     )
 
 
+def check_flag(op: str, name: str, flag: object) -> Tensor:
+    """Raise unless `flag` is a tensor whose entries are zero or not."""
+    if not isinstance(flag, Tensor):
+        raise InputError(f"{op}: {name} must be a torch.Tensor, got {type(flag).__name__}; convert it with torch.as_tensor")
+    if flag.dtype not in _FLAGS:
+        raise InputError(f"{op}: {name} must be bool, an integer or a float dtype, got {flag.dtype}; convert it with .bool()")
+    return flag
+
+
+def check_mask(op: str, name: str, mask: object, like: str, tensor: Tensor) -> Tensor:
+    """Raise unless `mask` is a flag with the shape and on the device of `tensor`, which is called `like`."""
+    flag = check_flag(op, name, mask)
+    if flag.shape != tensor.shape:
+        raise InputError(
+            f"{op}: {name} must have shape {list(tensor.shape)} to match {like}, got {list(flag.shape)}; pass one entry for each of {like}"
+        )
+    if flag.device != tensor.device:
+        raise InputError(
+            f"{op}: {name} must be on {tensor.device} like {like}, got {flag.device}; move it with .to({str(tensor.device)!r})"
+        )
+    return flag
+
+
 def resolve_flag(layout: Layout, name: str, flag: object, *, segment_form: bool) -> Tensor | None:
     """A mask or end flag of any dtype; `segment_form` also takes one entry per segment, for its last token."""
     if flag is None:
         return None
-    if not isinstance(flag, Tensor):
-        raise InputError(f"{layout.op}: {name} must be a torch.Tensor, got {type(flag).__name__}; convert it with torch.as_tensor")
-    if flag.dtype not in _FLAGS:
-        raise InputError(f"{layout.op}: {name} must be bool, an integer or a float dtype, got {flag.dtype}; convert it with .bool()")
+    flag = check_flag(layout.op, name, flag)
     if segment_form:
         return per_token_or_segment(layout, name, flag)
     if flag.shape != layout.shape:
