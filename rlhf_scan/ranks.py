@@ -27,11 +27,8 @@ def gathered(numbers: Tensor, process_group: ProcessGroup) -> Tensor:
 
 def _travels_on(device: torch.device, process_group: ProcessGroup) -> torch.device:
     """Where a tensor of `device` must be for the group to send it."""
-    # Such as "cpu:gloo,cuda:nccl".
-    backends = {
-        kind: backend
-        for kind, _, backend in (pair.partition(":") for pair in torch.distributed.get_backend_config(process_group).split(","))
-    }
+    pairs = torch.distributed.get_backend_config(process_group).split(",")  # such as "cpu:gloo,cuda:nccl"
+    backends = {kind: backend for kind, _, backend in (pair.partition(":") for pair in pairs)}
     if backends.get(device.type) not in (None, "gloo"):
         return device
     if "cpu" in backends:
