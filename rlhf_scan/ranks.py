@@ -8,8 +8,25 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from .errors import InputError
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+def check_process_group(op: str, process_group: object) -> None:
+    """Raise unless it is None or a group of ranks that this process is one of."""
+    if process_group is None:
+        return
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        raise InputError(f"{op}: process_group must be None while torch.distributed is not initialized; call init_process_group before")
+    if process_group == torch.distributed.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to a process that it leaves out
+        raise InputError(f"{op}: process_group must hold this process, but this process is not in it; call on its ranks alone")
+    if not isinstance(process_group, torch.distributed.ProcessGroup):
+        raise InputError(
+            f"{op}: process_group must be a torch.distributed.ProcessGroup, got {type(process_group).__name__}; pass "
+            "torch.distributed.group.WORLD for all ranks, or None for this process alone"
+        )
 
 
 def gathered(numbers: Tensor, process_group: ProcessGroup) -> Tensor:

@@ -15,7 +15,7 @@ from .call import BACKENDS
 from .checks import check_dtype, check_floats, check_mask, check_option
 from .dispatch import choose_backend
 from .errors import InputError
-from .ranks import gathered
+from .ranks import check_process_group, gathered
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -118,6 +118,7 @@ def whiten(
     check_option("whiten", "validate", validate, ("shapes", "full"))
     check_dtype("whiten", dtype)
     check_floats("whiten", "x", x)
+    check_process_group("whiten", process_group)
     if not allow_whitened:
         whitened.refuse("whiten", "x", x)
     found = statistics(x, mask, process_group=process_group, backend=backend)
