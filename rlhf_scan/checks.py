@@ -93,12 +93,12 @@ def per_token(layout: Layout, name: str, tensor: object) -> Tensor:
     return _flat(checked)
 
 
-def per_action(layout: Layout, names: tuple[str, str], tensors: Mapping[str, Any]) -> list[Tensor]:
-    """Two floating-point tensors with the layout's shape and one more dimension, of actions, as [N, A]."""
-    found: list[Tensor] = []
+def per_action(layout: Layout, names: Sequence[str], tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Floating-point tensors with the layout's shape and one more dimension, of equally many actions; strided as they came."""
+    found: dict[str, Tensor] = {}
     for name in names:
         tensor = check_floats(layout.op, name, tensors[name])
-        actions = found[0].shape[1] if found else (tensor.shape[-1] if tensor.dim() else 0)
+        actions = found[names[0]].shape[-1] if found else (tensor.shape[-1] if tensor.dim() else 0)
         expected = [*layout.shape, actions or "A"]
         if list(tensor.shape) != expected:
             raise InputError(
@@ -106,8 +106,38 @@ def per_action(layout: Layout, names: tuple[str, str], tensors: Mapping[str, Any
                 f"got {list(tensor.shape)}; pass one entry per token and action"
             )
         _check_device(layout, name, tensor)
-        found.append(tensor.detach().contiguous().reshape(-1, actions))
+        found[name] = tensor.detach()
     return found
+
+
+def per_token_action(layout: Layout, name: str, actions: object) -> Tensor:
+    """An integer per token, flat and contiguous."""
+    if not isinstance(actions, Tensor):
+        raise InputError(f"{layout.op}: {name} must be a torch.Tensor, got {type(actions).__name__}; convert it with torch.as_tensor")
+    if actions.is_floating_point() or actions.is_complex() or actions.dtype == torch.bool:
+        raise InputError(f"{layout.op}: {name} must be an integer dtype, got {actions.dtype}; convert it with .long()")
+    if actions.shape != layout.shape:
+        raise InputError(
+            f"{layout.op}: {name} must have shape {list(layout.shape)} to match {layout.like}, got {list(actions.shape)}; "
+            + _shape_remedy(layout, name, actions)
+        )
+    _check_device(layout, name, actions)
+    return _flat(actions)
+
+
+def check_choices(op: str, entry: Estimator, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `tensors` that are given, after checking that each input with two ways is given in one of them."""
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None or name in entry.required}
+    for name, pair in entry.choices.items():
+        both, parts = " and ".join(pair), [part for part in pair if part in given]
+        if name in given and parts:
+            raise InputError(f"{op}: {name} must be given as such or as {both}, got {' and '.join(parts)} beside it; drop one or the other")
+        if name not in given and not parts:
+            raise InputError(f"{op}: {name} must be given, or {both} in place of it, got neither; add one or the other")
+        if name not in given and len(parts) == 1:
+            missing = pair[1 - pair.index(parts[0])]
+            raise InputError(f"{op}: {both} must be given together, got no {missing}; add it, or pass {name} in place of both")
+    return given
 
 
 def per_token_or_segment(layout: Layout, name: str, tensor: Tensor) -> Tensor:

@@ -31,7 +31,11 @@ class Backend(Protocol):
         ...
 
     def expectation(self, values: Tensor, probabilities: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sum over the actions, [N, A] -> [N], of values * probabilities; an action of probability 0 adds 0, whatever its value."""
+        """Sum over the actions, [.., A] -> [N], of values * probabilities; an action of probability 0 adds 0, whatever its value."""
+        ...
+
+    def chosen_logprobs(self, probabilities: Tensor, actions: Tensor, dtype: torch.dtype) -> Tensor:
+        """log probabilities[.., actions], [.., A] and integers [N] -> [N]; NaN where an action is none of the A, which is never read."""
         ...
 
 
@@ -84,6 +88,8 @@ def estimate(
     checks.check_option(op, "boundary", boundary, BOUNDARIES)
     checks.check_option(op, "validate", validate, ("shapes", "full"))
     checks.check_dtype(op, dtype)
+    if entry.choices:
+        tensors = checks.check_choices(op, entry, tensors)
     layout = checks.resolve_layout(op, entry, tensors[entry.inputs[0]], segments)
     chosen = choose_backend(backend, layout.device)
     inputs = _inputs(layout, entry, tensors, chosen)
@@ -104,7 +110,7 @@ def estimate(
         truncated=checks.resolve_flag(layout, "truncated", truncated, segment_form=True),
         bootstrap=checks.resolve_end(layout, entry, bootstrap),
         starts=boundary == "starts_at",
-        dtype=dtype or _output_dtype([tensors[key] for key in entry.arguments]),
+        dtype=dtype or _output_dtype([tensor for tensor in tensors.values() if tensor.is_floating_point()]),
     )
     if validate == "full":
         check_contents(layout, call, {key: rate for key, rate in resolved.items() if isinstance(rate, Tensor)})
@@ -114,11 +120,25 @@ def estimate(
 
 def _inputs(layout: checks.Layout, entry: Estimator, tensors: Mapping[str, Any], backend: str) -> list[Tensor]:
     """The estimator's inputs, [N] each."""
-    if entry.expectation is None:
+    if not entry.per_action:
         return [checks.per_token(layout, key, tensors[key]) for key in entry.inputs]
-    values, probabilities = checks.per_action(layout, entry.expectation, tensors)
-    expected: Tensor = torch.ops.rlhf_scan.expectation(values, probabilities, backend)
-    return [expected if key == entry.continuation else checks.per_token(layout, key, tensors[key]) for key in entry.inputs]
+    per_action = checks.per_action(layout, [key for key in entry.per_action if key in tensors], tensors)
+    made: dict[str, Tensor] = {}
+    if entry.expectation is not None and entry.continuation is not None:
+        made[entry.continuation] = torch.ops.rlhf_scan.expectation(*(per_action[key] for key in entry.expectation), backend)
+    chosen = {key: checks.per_token_action(layout, key, tensors[key]) for _, key in entry.choices.values() if key in tensors}
+    made |= made_choices(entry, {**tensors, **per_action, **chosen}, backend)
+    return [made[key] if key in made else checks.per_token(layout, key, tensors[key]) for key in entry.inputs]
+
+
+def made_choices(entry: Estimator, tensors: Mapping[str, Tensor], backend: str) -> dict[str, Tensor]:
+    """The inputs that checked `tensors` give as probabilities and actions, in the shape of the actions."""
+    made: dict[str, Tensor] = {}
+    for key, (probabilities, actions) in entry.choices.items():
+        if key not in tensors:
+            logprobs = torch.ops.rlhf_scan.chosen_logprobs(tensors[probabilities], tensors[actions].contiguous().flatten(), backend)
+            made[key] = logprobs.reshape(tensors[actions].shape)
+    return made
 
 
 def _output_dtype(inputs: Sequence[Tensor]) -> torch.dtype:
@@ -135,6 +155,7 @@ _SCHEMA = (
 _library = torch.library.Library("rlhf_scan", "DEF")
 _library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 _library.define("expectation(Tensor values, Tensor probabilities, str backend) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define("chosen_logprobs(Tensor probabilities, Tensor actions, str backend) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def _through_op(call: Call, rates: Sequence[float | Tensor | None], backend: str) -> list[Tensor]:
@@ -203,16 +224,26 @@ def _estimate_op(
 
 def _expectation_op(values: Tensor, probabilities: Tensor, backend: str) -> Tensor:
     if values.numel() == 0:
-        return values.new_zeros(values.shape[0], dtype=_expectation_dtype(values, probabilities))
-    return backend_module(backend).expectation(values, probabilities, _expectation_dtype(values, probabilities))
+        return _expectation_fake(values, probabilities, backend)
+    return backend_module(backend).expectation(values, probabilities, _at_least_float32(values, probabilities))
 
 
 def _expectation_fake(values: Tensor, probabilities: Tensor, backend: str) -> Tensor:
-    return values.new_empty(values.shape[0], dtype=_expectation_dtype(values, probabilities))
+    return values.new_empty(values.shape[:-1].numel(), dtype=_at_least_float32(values, probabilities))
 
 
-def _expectation_dtype(values: Tensor, probabilities: Tensor) -> torch.dtype:
-    return torch.float64 if torch.float64 in (values.dtype, probabilities.dtype) else torch.float32
+def _chosen_logprobs_op(probabilities: Tensor, actions: Tensor, backend: str) -> Tensor:
+    if actions.numel() == 0:
+        return _chosen_logprobs_fake(probabilities, actions, backend)
+    return backend_module(backend).chosen_logprobs(probabilities, actions, _at_least_float32(probabilities))
+
+
+def _chosen_logprobs_fake(probabilities: Tensor, actions: Tensor, backend: str) -> Tensor:
+    return torch.empty_like(actions, dtype=_at_least_float32(probabilities))
+
+
+def _at_least_float32(*tensors: Tensor) -> torch.dtype:
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 def _empty_outputs(entry: Estimator, like: Tensor, dtype: torch.dtype) -> list[Tensor]:
@@ -227,3 +258,5 @@ _library.impl("estimate", _estimate_op, "CompositeExplicitAutograd")
 torch.library.register_fake("rlhf_scan::estimate", _estimate_fake, lib=_library)
 _library.impl("expectation", _expectation_op, "CompositeExplicitAutograd")
 torch.library.register_fake("rlhf_scan::expectation", _expectation_fake, lib=_library)
+_library.impl("chosen_logprobs", _chosen_logprobs_op, "CompositeExplicitAutograd")
+torch.library.register_fake("rlhf_scan::chosen_logprobs", _chosen_logprobs_fake, lib=_library)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from .batching import Batch, batches
-from .dispatch import choose_backend, estimate
+from .dispatch import choose_backend, estimate, made_choices
 from .errors import InputError
 from .estimators import Estimator, estimator
 from .requests import CreditRequest, CreditResult, estimate_arguments
@@ -71,26 +71,28 @@ def _run(batch: Batch, backend: str, validate: str) -> list[CreditResult]:
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     elapsed = time.perf_counter() - started
+    chosen = choose_backend(backend, device)
     report = {
-        "backend": choose_backend(backend, device),
+        "backend": chosen,
         "device": str(device),
         "milliseconds": round(elapsed * 1e3, 3),
         "shared_with": len(batch.members) - 1,
         "version": __version__,
     }
     parts = batch.split(outputs)
-    counts = _counts(entry, batch)
+    counts = _counts(entry, batch, chosen)
     return [
         CreditResult(dict(zip(entry.outputs, tensors, strict=True)), {**report, "segments": segments, "tokens": tokens, **counted})
         for tensors, (segments, tokens), counted in zip(parts, batch.sizes, counts, strict=True)
     ]
 
 
-def _counts(entry: Estimator, batch: Batch) -> list[dict[str, int]]:
+def _counts(entry: Estimator, batch: Batch, backend: str) -> list[dict[str, int]]:
     """What `Estimator.counts` counts at the trainable tokens of each member."""
     counted: list[dict[str, int]] = [{} for _ in batch.members]
+    tensors = batch.arguments["tensors"] | (made_choices(entry, batch.arguments["tensors"], backend) if entry.counts else {})
     for name, where in entry.counts.items():
-        found = where(batch.arguments["tensors"])
+        found = where(tensors)
         if batch.arguments["mask"] is not None:
             found = found & (batch.arguments["mask"] != 0)
         for member, (part,) in zip(counted, batch.split([found]), strict=True):

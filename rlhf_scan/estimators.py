@@ -1,98 +1,18 @@
-"""The registry: what an estimator is, and the ones that there are. Everything else (backends, requests, HTTP, Ray, CLI) reads it."""
+"""The registry: the estimators that there are. Everything else (backends, requests, HTTP, Ray, CLI) reads it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from . import coefficients, naive
 from .errors import InputError
-
-
-@dataclass(frozen=True)
-class Rate:
-    """A gamma-like parameter: a number, a tensor per segment or one per token, from 0 to `largest`.
-
-    Attributes:
-        default: where it is not given; None: it then plays no part.
-        largest: upper end of its range.
-        meaning: in a few words, with its unit.
-    """
-
-    default: float | None
-    largest: float = 1.0
-    meaning: str = ""
-
-
-@dataclass(frozen=True, eq=False)
-class Estimator:
-    """One credit-assignment estimator: a coefficient builder, a naive loop, and the names of what goes in and out.
-
-    Attributes:
-        name: the public name, as in ``rlhf_scan.<name>``, ``POST /v1/<name>`` and ``CreditRequest(op=<name>)``.
-        summary: its recurrence in one line.
-        inputs: token-level tensors, in the order in which builder and naive loop take them.
-        outputs: names of the results, in order.
-        channels: for each scan that shares the inputs, the rates its builder takes. A channel with a rate that is None is not run; its
-            results are then the first channel's.
-        coefficients: the builder, see `rlhf_scan.coefficients`.
-        results: turns the solved channels into the outputs.
-        naive: the definition, a plain loop over the steps of one segment, see `rlhf_scan.naive`.
-        rates: its gamma-like parameters.
-        following: the inputs whose value at the next step the builder reads; the value after the end stands in where the segment ends.
-        rates_following: the rates that builder and epilogue get as they are at the next step. Where nothing follows they may be any number:
-            b is 0 there, so they may enter b alone.
-        continuation: an input that is itself the value that follows its step (as E[Q] is), also where the segment ends, unless it
-            terminates there; the builder gets it as the last of `following`, 0 where it terminates.
-        expectation: (values, probabilities) of each action, [.., A], that the caller gives in place of `continuation`, which is their
-            sum of products.
-        counts: what a report counts: name -> a function of the arguments by name to a bool tensor in their shape.
-        end: what `bootstrap` is. "value": it stands in for the inputs in `following`. "carry": it is also the x that follows the last step.
-            "initial": the x before the first step, called `initial`, per segment only. "none": none is taken.
-        takes: which of mask, terminated, truncated it takes.
-        starts: whether `boundary="starts_at"` may say that a flag marks the first token of an episode, not its last.
-        reverse: backward in time.
-        served: whether requests (CLI, HTTP, Ray) may name it.
-    """
-
-    name: str
-    summary: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    channels: tuple[tuple[str, ...], ...]
-    coefficients: Callable[..., Any]
-    results: Callable[..., Any]
-    naive: Callable[..., Any]
-    rates: Mapping[str, Rate] = field(default_factory=dict)
-    following: tuple[str, ...] = ()
-    rates_following: tuple[str, ...] = ()
-    continuation: str | None = None
-    expectation: tuple[str, str] | None = None
-    counts: Mapping[str, Callable[[Mapping[str, Tensor]], Tensor]] = field(default_factory=dict)
-    end: str = "value"
-    takes: tuple[str, ...] = ("mask", "terminated", "truncated")
-    starts: bool = False
-    reverse: bool = True
-    served: bool = True
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """The token-level tensors as a caller gives them."""
-        given: list[str] = []
-        for name in self.inputs:
-            given += self.expectation if self.expectation is not None and name == self.continuation else (name,)
-        return tuple(given)
-
-    @property
-    def end_name(self) -> str | None:
-        """What the value after the end is called among its arguments."""
-        return {"value": "bootstrap", "carry": "bootstrap", "initial": "initial"}.get(self.end)
-
+from .estimator_class import Estimator as Estimator
+from .estimator_class import Rate as Rate
 
 _REGISTRY: dict[str, Estimator] = {}
 
@@ -239,6 +159,7 @@ register(
         name="retrace_from_policy",
         summary="Retrace(lambda) with E[Q(s_{t+1}, .)] = sum over actions of target_probs * next_q",
         expectation=("next_q", "target_probs"),
+        choices={"target_logprobs": ("policy_probs", "actions")},
     )
 )
 register(

@@ -122,8 +122,9 @@ def retrace(
         q_values: Q(s_t, a_t), the shape of `rewards`.
         expected_next_q: E_t, likewise.
         behavior_logprobs, target_logprobs: as in `vtrace`.
-        c_bar: largest ratio in the trace, >= 0 (inf: none): a number, [S] or per token, where t's bounds the ratio of t + 1.
-        rho_bar: largest ratio in the advantage, likewise, but of t.
+        c_bar: largest ratio in the trace, >= 0 (inf: none): a number, [S] or per token. c_bar[t] bounds the ratio at t, so it acts on the
+            target of the step before.
+        rho_bar: largest ratio in the advantage, likewise.
         segments, mask, masked, terminated, truncated, dtype, backend, validate: as in `gae`.
 
     Returns:
@@ -163,8 +164,10 @@ def retrace_from_policy(
     next_q: Tensor,
     target_probs: Tensor,
     behavior_logprobs: Tensor,
-    target_logprobs: Tensor,
+    target_logprobs: Tensor | None = None,
     *,
+    policy_probs: Tensor | None = None,
+    actions: Tensor | None = None,
     gamma: float | Tensor = 1.0,
     lam: float | Tensor = 1.0,
     c_bar: float | Tensor = 1.0,
@@ -178,16 +181,23 @@ def retrace_from_policy(
     backend: str = "auto",
     validate: str = "shapes",
 ) -> Retrace:
-    """`retrace` from the action values and the policy at the state that follows, whose expectation it takes itself.
+    """`retrace` from the policy's probabilities of all actions: it takes the expectation, and the ratio of the action taken, itself.
 
-        E_t = sum over actions of target_probs[t, a] * next_q[t, a];   all else as in `retrace`
+        E_t = sum over actions of target_probs[t, a] * next_q[t, a]
+        ratio_t = policy_probs[t, actions_t] / mu(a_t | s_t), with policy_probs;   all else as in `retrace`
 
-    An action of probability 0 adds 0, whatever its value.
+    `target_probs` stand at the state that follows, `policy_probs` at t's own. Of probabilities `probs` at all T + 1 states of a rollout:
+    ``target_probs=probs[1:], policy_probs=probs[:-1]``; such views, also of [B, T + 1, A], are read in place by the Triton backend.
+    An action of probability 0 adds 0 to E_t, whatever its value, and has the ratio 0.
 
     Args:
         next_q: Q(s_{t+1}, .), the shape of `rewards` and one more dimension, of actions.
         target_probs: pi(. | s_{t+1}), likewise: the policy at the state that follows, as `next_q` is; not at s_t.
-        rewards, q_values, behavior_logprobs, target_logprobs, gamma, lam, c_bar, rho_bar: as in `retrace`.
+        rewards, q_values, behavior_logprobs, gamma, lam, c_bar, rho_bar: as in `retrace`.
+        target_logprobs: as in `retrace`; or, in place of it, `policy_probs` and `actions`.
+        policy_probs: pi(. | s_t), in the shape of `next_q`.
+        actions: a_t, from 0 to A - 1, the shape of `rewards`; any integer dtype. Where a step is taken, another number makes the ratio
+            NaN (`validate="full"` refuses it); at a masked token it may be anything.
         segments, mask, masked, terminated, truncated, dtype, backend, validate: as in `gae`.
 
     Returns:
@@ -208,6 +218,8 @@ def retrace_from_policy(
                 "target_probs": target_probs,
                 "behavior_logprobs": behavior_logprobs,
                 "target_logprobs": target_logprobs,
+                "policy_probs": policy_probs,
+                "actions": actions,
             },
             {"gamma": gamma, "lam": lam, "c_bar": c_bar, "rho_bar": rho_bar},
             segments=segments,

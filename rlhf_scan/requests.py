@@ -47,7 +47,12 @@ class CreditResult:
 def tensor_names(entry: Estimator) -> tuple[str, ...]:
     """Every tensor that a request for `entry` may hold."""
     end = () if entry.end_name is None else (entry.end_name,)
-    return (*entry.arguments, *entry.takes, *end, *entry.rates, *LAYOUTS)
+    return (*entry.arguments, *entry.chosen, *entry.takes, *end, *entry.rates, *LAYOUTS)
+
+
+def integer_names(entry: Estimator) -> tuple[str, ...]:
+    """Those of them that hold integers."""
+    return (*LAYOUTS, *(actions for _, actions in entry.choices.values()))
 
 
 def param_names(entry: Estimator) -> tuple[str, ...]:
@@ -74,9 +79,9 @@ def estimate_arguments(request: CreditRequest) -> dict[str, Any]:
     op = entry.name
     _refuse_unknown(op, "tensor", request.tensors, tensor_names(entry))
     _refuse_unknown(op, "parameter", request.params, param_names(entry))
-    missing = [name for name in entry.arguments if name not in request.tensors]
+    missing = [name for name in entry.required if name not in request.tensors]
     if missing:
-        raise InputError(f"{op}: tensors must hold {list(entry.arguments)}, got no {missing[0]}; add it")
+        raise InputError(f"{op}: tensors must hold {list(entry.required)}, got no {missing[0]}; add it")
     twice = sorted(set(request.tensors) & set(request.params))
     if twice:
         raise InputError(f"{op}: {twice[0]} must be given once, got a tensor and a parameter; drop one")
@@ -86,7 +91,7 @@ def estimate_arguments(request: CreditRequest) -> dict[str, Any]:
         check_option(op, name, chosen[name], words)
     return {
         "name": op,
-        "tensors": {name: request.tensors[name] for name in entry.arguments},
+        "tensors": {name: request.tensors[name] for name in (*entry.arguments, *entry.chosen) if name in request.tensors},
         "rates": rates,
         "segments": segments_of(request),
         "dtype": _dtype(op, request.params.get("dtype")),

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from rlhf_scan.errors import InputError
-from rlhf_scan.requests import LAYOUTS, CreditRequest, CreditResult
+from rlhf_scan.estimators import served_estimator
+from rlhf_scan.requests import CreditRequest, CreditResult, integer_names
 
 from .problems import Problem
 
@@ -24,7 +25,7 @@ _DEEPEST = 3  # [B, T, A]; deeper lists could exhaust the stack
 
 
 def request_from_json(op: str, body: bytes) -> CreditRequest:
-    """The request that a JSON body holds: float32 numbers, bool flags, int64 boundaries; a list of lists is [B, T]."""
+    """The request that a JSON body holds: float32 numbers, bool flags, int64 boundaries and actions; a list of lists is [B, T]."""
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -43,7 +44,8 @@ def request_from_json(op: str, body: bytes) -> CreditRequest:
         )
     tensors = _object(op, "tensors", document.get("tensors"))
     params = _object(op, "params", document.get("params", {}))
-    return CreditRequest(op, {name: _tensor(op, name, value) for name, value in tensors.items()}, params)
+    integers = integer_names(served_estimator(op))
+    return CreditRequest(op, {name: _tensor(op, name, value, name in integers) for name, value in tensors.items()}, params)
 
 
 def result_to_json(op: str, result: CreditResult) -> bytes:
@@ -70,19 +72,19 @@ def _object(op: str, name: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def _tensor(op: str, name: str, value: Any) -> Tensor:
+def _tensor(op: str, name: str, value: Any, integer: bool) -> Tensor:
     """A number, a list or equally long lists, nested at most _DEEPEST deep, as a tensor of the dtype that `name` has."""
     numbers, shape = _flatten(op, name, value)
-    allowed = {int} if name in LAYOUTS else {int, float, bool} if name in FLAGS else {int, float}
+    allowed = {int} if integer else {int, float, bool} if name in FLAGS else {int, float}
     wrong = next((number for number in numbers if type(number) not in allowed), None) if set(map(type, numbers)) - allowed else 0
     if type(wrong) not in allowed:
-        what = "integers" if name in LAYOUTS else "numbers or booleans" if name in FLAGS else "numbers"
+        what = "integers" if integer else "numbers or booleans" if name in FLAGS else "numbers"
         raise InputError(f"{op}: {name} must hold {what}, got {_kind(wrong)}; send {_SHAPE}")
     try:
-        dense = torch.from_numpy(np.asarray(array("q" if name in LAYOUTS else "d", numbers))).reshape(shape)
+        dense = torch.from_numpy(np.asarray(array("q" if integer else "d", numbers))).reshape(shape)
     except OverflowError as error:
         raise InputError(f"{op}: {name} must fit int64, got a larger integer; send smaller ones") from error
-    if name in LAYOUTS:
+    if integer:
         return dense
     if name in FLAGS:
         return dense != 0

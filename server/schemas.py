@@ -8,7 +8,7 @@ from typing import Any
 from starlette.responses import Response
 
 from rlhf_scan.estimators import Estimator, Rate
-from rlhf_scan.requests import DTYPES, LAYOUTS, options, tensor_names
+from rlhf_scan.requests import DTYPES, integer_names, options, tensor_names
 
 from .formats import JSON, SAFETENSORS
 from .json_format import FLAGS
@@ -61,7 +61,11 @@ def _content(json_schema: dict[str, Any], file_schema: dict[str, Any]) -> dict[s
 
 
 def _request(entry: Estimator) -> dict[str, Any]:
-    tensors = _object({name: _tensor(entry, name) for name in tensor_names(entry)}, required=list(entry.arguments))
+    tensors = _object({name: _tensor(entry, name) for name in tensor_names(entry)}, required=list(entry.required))
+    if entry.choices:
+        # Each input in one of its ways.
+        tensors["allOf"] = [{"oneOf": [{"required": [name]}, {"required": list(pair)}]} for name, pair in entry.choices.items()]
+        tensors["dependentRequired"] = {name: [other] for a, b in entry.choices.values() for name, other in ((a, b), (b, a))}
     params: dict[str, dict[str, Any]] = {name: _rate(rate) for name, rate in entry.rates.items()}
     params |= {name: {"enum": list(words), "default": words[0], "description": _MEANINGS[name]} for name, words in options(entry).items()}
     params["dtype"] = {"enum": list(DTYPES), "description": _MEANINGS["dtype"]}
@@ -71,9 +75,14 @@ def _request(entry: Estimator) -> dict[str, Any]:
 def _file(entry: Estimator) -> dict[str, Any]:
     return {
         **_BYTES,
-        "description": f"A safetensors file with the tensors {', '.join(tensor_names(entry))} ({', '.join(entry.arguments)} must be there), "
+        "description": f"A safetensors file with the tensors {', '.join(tensor_names(entry))}, of which "
+        f"{', '.join(entry.required)}{_ways(entry)} must be there, "
         "and the parameters as strings in its metadata.",
     }
+
+
+def _ways(entry: Estimator) -> str:
+    return "".join(f", and {name} or {' and '.join(pair)}" for name, pair in entry.choices.items())
 
 
 def _result(entry: Estimator) -> dict[str, Any]:
@@ -82,13 +91,19 @@ def _result(entry: Estimator) -> dict[str, Any]:
 
 
 def _tensor(entry: Estimator, name: str) -> dict[str, Any]:
-    if entry.expectation is not None and name in entry.expectation:
+    if name in entry.per_action:
         return {"description": "[B, T, A], or packed [N, A]: one entry per action."}
+    for replaced, pair in entry.choices.items():
+        if name == pair[1]:
+            return {
+                **_numbers("integer"),
+                "description": f"[B, T], or packed [N]: which action was taken; with {pair[0]} in place of {replaced}.",
+            }
     if name in entry.arguments:
         return {**_numbers("number"), "description": "[B, T], or packed [N]."}
     if name in entry.rates:
         return {**_numbers("number"), "description": f"{name} per segment or per token, instead of the parameter."}
-    kind = "integer" if name in LAYOUTS else ["number", "boolean"] if name in FLAGS else "number"
+    kind = "integer" if name in integer_names(entry) else ["number", "boolean"] if name in FLAGS else "number"
     return {**_numbers(kind), "description": _MEANINGS[name]}
 
 

@@ -55,9 +55,20 @@ def run(call: Call) -> list[Tensor]:
 def expectation(values: Tensor, probabilities: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum over the actions of values * probabilities, in the order of the actions."""
     number = np.float64 if dtype == torch.float64 else np.float32
+    values, probabilities = (tensor.reshape(-1, tensor.shape[-1]).contiguous() for tensor in (values, probabilities))
     expected = torch.empty(len(values), dtype=dtype)
     sum_of_products(_numbers(values, number), _numbers(probabilities, number), expected.numpy())
     return expected
+
+
+def chosen_logprobs(probabilities: Tensor, actions: Tensor, dtype: torch.dtype) -> Tensor:
+    """The logarithm of the probability of each token's action, read where it lies."""
+    count = probabilities.shape[-1]
+    chosen = actions.to(torch.int64)
+    within = (chosen >= 0) & (chosen < count)
+    places = torch.where(within, chosen, 0).reshape(*probabilities.shape[:-1], 1)
+    found = probabilities.gather(-1, places).flatten().to(dtype)
+    return torch.where(within, found.log_(), torch.nan)
 
 
 def _bounds(call: Call) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
@@ -40,8 +41,15 @@ def run(call: Call) -> list[Tensor]:
 
 def expectation(values: Tensor, probabilities: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum over the actions of values * probabilities."""
-    chosen = probabilities != 0
-    return torch.where(chosen, values.double() * probabilities.double(), 0.0).sum(1).to(dtype)
+    products = torch.where(probabilities != 0, values.double() * probabilities.double(), 0.0)
+    return products.sum(-1).flatten().to(dtype)
+
+
+def chosen_logprobs(probabilities: Tensor, actions: Tensor, dtype: torch.dtype) -> Tensor:
+    """The logarithm of the probability of each token's action."""
+    rows = probabilities.double().reshape(-1, probabilities.shape[-1]).tolist()
+    chosen = [row[action] if 0 <= action < len(row) else math.nan for row, action in zip(rows, actions.tolist(), strict=True)]
+    return torch.tensor(chosen, dtype=torch.float64).log().to(dtype).to(probabilities.device)
 
 
 def _steps(call: Call, segment: int, start: int, stop: int, trainable: list[bool]) -> list[Step]:

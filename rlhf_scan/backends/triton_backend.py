@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -52,15 +53,35 @@ def run(call: Call) -> list[Tensor]:
 
 def expectation(values: Tensor, probabilities: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum over the actions of values * probabilities."""
-    tokens, actions = values.shape
+    *shape, actions = values.shape
+    tokens = math.prod(shape)
     expected = torch.empty(tokens, dtype=dtype, device=values.device)
     width = min(triton.next_power_of_2(actions), 128)
     rows = max(1, tiles.PROGRAM // width)
     accumulate = tl.float64 if dtype == torch.float64 else tl.float32
+    places = _strides(values) + _strides(probabilities)
     triton_expectation.sum_of_products[(triton.cdiv(tokens, rows),)](
-        values, probabilities, expected, tokens, actions, rows, width, accumulate, num_warps=4, enable_fp_fusion=True
+        *(values, probabilities, expected, tokens, actions, shape[-1], *places, rows, width, accumulate), num_warps=4, enable_fp_fusion=True
     )
     return expected
+
+
+def chosen_logprobs(probabilities: Tensor, actions: Tensor, dtype: torch.dtype) -> Tensor:
+    """The logarithm of the probability of each token's action."""
+    *shape, count = probabilities.shape
+    tokens, block = actions.numel(), 256
+    logprobs = torch.empty(tokens, dtype=dtype, device=actions.device)
+    accumulate = tl.float64 if dtype == torch.float64 else tl.float32
+    places = _strides(probabilities)
+    triton_expectation.logarithm_of_chosen[(triton.cdiv(tokens, block),)](
+        *(probabilities, actions, logprobs, tokens, count, shape[-1], *places, block, accumulate), num_warps=4
+    )
+    return logprobs
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Of [.., A]: from row to row, which a pack has none of, from token to token, from action to action."""
+    return (0, *tensor.stride())[-3:]
 
 
 def _rows(call: Call) -> triton_map.TileMap:
