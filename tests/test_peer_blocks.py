@@ -1,0 +1,90 @@
+"""The loops of tests/peer_blocks.py against the trainers' own functions (tests/peer_projects.py), wherever those can be had.
+
+Last compared, and equal: trl 1.12.0, verl 0.9.1 and openrlhf 0.11.2 as released; NeMo-RL 0.6.0 at 7ea279a, slime 0.3.1 at 624b824 and
+AReaL 1.0.4 at 4aef98d as checked out: advantages and returns at trainable tokens (trl: and returns at the slot after the last token), rewards
+and KL. TRL, verl and NeMo-RL compute in float64 there, but for n / (n - 1) in the variance, the others in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from peer_blocks import BLOCKS, Rollout
+from peer_projects import PROJECTS
+from peer_rollouts import rollout
+
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "trl": [
+        {},
+        {"kl_estimator": "k3", "kl_coef": 0.3, "gamma": 0.9, "lam": 0.8},
+        {"whiten_rewards": True, "kl_coef": 0.2},
+        {"missing_eos_penalty": 1.5},
+    ],
+    "verl": [
+        {},
+        {"kl_coef": 0.2, "gamma": 0.9, "lam": 0.8},
+        {"kl_estimator": "k2", "kl_coef": 0.1, "lam": 0.95},
+        {"kl_estimator": "abs", "kl_coef": 0.1},
+        {"kl_estimator": "k3", "kl_coef": 0.1, "lam": 0.9},
+    ],
+    "openrlhf": [
+        {},
+        {"kl_coef": 0.2, "gamma": 0.9, "lam": 0.8, "score_clip": (-1.0, 0.5)},
+        {"kl_estimator": "k2", "kl_coef": 0.1, "lam": 0.95},
+        {"kl_estimator": "k3", "kl_coef": 0.1, "scale": False},
+        {"kl_coef": -1.0},
+    ],
+    "nemo-rl": [
+        {},
+        {"kl_coef": 0.2, "gamma": 0.9, "lam": 0.8},
+        {"kl_estimator": "k1", "kl_coef": 0.1},
+        {"kl_estimator": "k2", "kl_coef": 0.1, "whiten": False},
+        {"lam_policy": 0.9, "lam_value": 1.0},
+        {"length_adaptive_alpha": 0.4, "lam_value": 1.0},
+        {"length_adaptive_alpha": 0.05},
+    ],
+    "slime": [
+        {},
+        {"kl_coef": 0.2, "gamma": 0.9, "lam": 0.8, "whiten": True},
+        {"kl_estimator": "k2", "kl_coef": 0.1, "whiten": True},
+        {"kl_estimator": "k3", "kl_coef": 0.1},
+        {"kl_estimator": "low_var_kl", "kl_coef": 0.1, "lam": 0.95},
+    ],
+    "areal": [
+        {},
+        {"kl_coef": 0.2, "gamma": 0.9, "lam": 0.8, "whiten": True},
+        {"kl_estimator": "k2", "score_bias": -0.5, "score_scale": 10.0, "lam": 0.95},
+        {"kl_estimator": "k3", "score_clip": 1.0, "zero_without_eos": True, "whiten": True},
+    ],
+}
+FLOAT64 = ("trl", "verl", "nemo-rl")
+CASES = [pytest.param(name, options, id=f"{name}-{i}") for name, many in OPTIONS.items() for i, options in enumerate(many)]
+
+
+def rollout_for(name: str, seed: int, spread: float, size: float) -> Rollout:
+    """What the trainer can be given: TRL knows no tools, slime no empty response."""
+    return rollout(seed, tools=name != "trl", empty=name != "slime", spread=spread, size=size)
+
+
+# Usual numbers; some beyond every clamp; and so small that what is added to the variance shows.
+@pytest.mark.parametrize(("spread", "size"), [(0.3, 1.0), (12.0, 10.0), (1e-4, 5e-5)])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_loop_is_what_the_project_computes(name: str, options: dict[str, Any], seed: int, spread: float, size: float) -> None:
+    estimator = options.get("kl_estimator")
+    overflows = spread > 1 and estimator == "k3" and name in ("trl", "slime")
+    cancels = spread < 1e-3 and estimator in ("k3", "low_var_kl") and name not in FLOAT64
+    if overflows or cancels:
+        pytest.skip("exp(x) - 1 - x keeps too few digits, x being as large, or in float32 as small, as that")
+    batch = rollout_for(name, seed, spread, size)
+    theirs, ours = PROJECTS[name](batch, **options), BLOCKS[name](batch, **options)
+    response = np.arange(batch.mask.shape[1]) < batch.lengths[:, None]
+    steps = np.arange(batch.mask.shape[1]) <= batch.lengths[:, None] if name == "trl" else batch.mask
+    tolerance = 1e-7 if name in FLOAT64 else 2e-5
+    for output, places in (("advantages", batch.mask), ("returns", steps), ("rewards", steps | response), ("kl", response)):
+        found, expected = getattr(ours, output)[places], getattr(theirs, output)[places]
+        if np.isnan(expected).all():
+            continue  # the project does not hand this one out
+        np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max(), err_msg=output)
