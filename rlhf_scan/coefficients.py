@@ -21,8 +21,8 @@ def exp(x):
 
 
 def minimum(x, y):
-    """The smaller; each backend puts its own in place of it."""
-    return min(x, y)
+    """The smaller, NaN if either is; each backend puts its own in place of it."""
+    return x if x < y or x != x else y
 
 
 def gae_coefficients(here, following, rates):

@@ -78,7 +78,12 @@ def lambda_returns(steps: Sequence[Step], rewards: Tokens, values: Tokens, *, ga
 
 def ratio(behavior_logprob: float, target_logprob: float) -> float:
     """pi(a | s) / mu(a | s), its logarithm cut at 20."""
-    return math.exp(min(target_logprob - behavior_logprob, 20.0))
+    return math.exp(smaller(target_logprob - behavior_logprob, 20.0))
+
+
+def smaller(x: float, y: float) -> float:
+    """The smaller; NaN if either is."""
+    return x if x < y or math.isnan(x) else y
 
 
 def vtrace(
@@ -99,7 +104,7 @@ def vtrace(
     for step in steps:
         t = step.token
         weight = ratio(behavior_logprobs[t], target_logprobs[t])
-        rho, c = min(rho_bar[t], weight), min(c_bar[t], weight)
+        rho, c = smaller(rho_bar[t], weight), smaller(c_bar[t], weight)
         next_value = step.end if step.next is None else values[step.next]
         next_target = step.end if step.next is None else targets[step.next]
         delta = rho * (rewards[t] + gamma[t] * next_value - values[t])
@@ -131,9 +136,9 @@ def retrace(
         next_target = expected
         if step.next is not None:
             next_target = targets[step.next]
-            c = min(c_bar[step.next], ratio(behavior_logprobs[step.next], target_logprobs[step.next]))
+            c = smaller(c_bar[step.next], ratio(behavior_logprobs[step.next], target_logprobs[step.next]))
             targets[t] += gamma[t] * lam[t] * c * (next_target - q_values[step.next])
-        rho = min(rho_bar[t], ratio(behavior_logprobs[t], target_logprobs[t]))
+        rho = smaller(rho_bar[t], ratio(behavior_logprobs[t], target_logprobs[t]))
         advantages[t] = rho * (rewards[t] + gamma[t] * next_target - q_values[t])
     return targets, advantages
 

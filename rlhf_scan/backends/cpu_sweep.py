@@ -47,7 +47,7 @@ def compiled_sweep(
 
 @compiled
 def _minimum(x, y):
-    return min(x, y)
+    return x if x < y or x != x else y
 
 
 @compiled

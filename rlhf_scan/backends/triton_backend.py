@@ -168,7 +168,7 @@ def _exact(rate: Rate, call: Call) -> Rate:
 
 @triton.jit
 def _minimum(x, y):
-    return tl.minimum(x, y)
+    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
