@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,95 +12,130 @@ from torch import Tensor
 from .call import Call, is_per_segment
 from .checks import RATE_REMEDY, Layout, interval
 from .errors import InputError
+from .reads import reaches, steps_of
 
 
-def check_contents(layout: Layout, call: Call, rates: Mapping[str, Tensor]) -> None:
-    """Raise unless boundaries are in order and every number that can reach a trainable token is finite (rates: in their range).
+def check_contents(layout: Layout, call: Call, rates: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Raise unless boundaries are in order and every number that is read is finite (rates and actions: in their range).
 
-    `rates` maps the names of rates given as tensors to their resolved form.
+    Args:
+        layout, call: of the caller.
+        rates: the rates given as tensors, resolved, by name.
+        given: the caller's tensors by name.
     """
     lengths = _segment_lengths(layout, call)
-    used = torch.ones(call.tokens, dtype=torch.bool, device=layout.device)
-    if call.mask is not None and call.masked != "keep":
-        used = call.mask != 0
-    for name, tensor in zip(call.estimator.inputs, call.inputs, strict=True):
-        if call.estimator.expectation is not None and name == call.estimator.continuation:
-            name = " * ".join(call.estimator.expectation)
-        _raise_where(layout, name, tensor, used & ~tensor.isfinite(), "must be finite at trainable tokens", "mask that token or mend it")
+    suspects = [check for check in _checks(call, rates, given) if check.tensor.numel()]
+    suspects = [check for check, fine in zip(suspects, _all_within(suspects), strict=True) if not fine]
+    if not suspects:
+        return
+    steps, reach = steps_of(call, lengths), reaches(call.estimator)
+    trainable = call.mask != 0 if call.mask is not None and call.masked != "keep" else None
+    for check in suspects:
+        if check.read is None:
+            where = steps.ends
+        else:
+            where = reach[check.read].where(steps)
+            # A masked token that takes a step reads 0 in place of its inputs.
+            if trainable is not None and check.read in call.estimator.inputs:
+                where = where & trainable
+        if is_per_segment(check.tensor):
+            where = steps.per_segment(where, call.segments)
+        tensor, largest = check.tensor, check.largest
+        outside = ~tensor.isfinite() if largest is None else ~((tensor >= 0) & (tensor <= largest))
+        if check.minus_infinity:
+            outside &= check.tensor != -math.inf
+        _raise_where(layout, check, where & outside)
+
+
+@dataclass(frozen=True)
+class _Check:
+    """That every number of `tensor` that is read lies from 0 to `largest`, or is finite where that is None.
+
+    It is read where the input or rate `read` is; None: where the value after the end is.
+    """
+
+    name: str
+    tensor: Tensor
+    read: str | None
+    must: str
+    remedy: str
+    largest: float | None = None
+    minus_infinity: bool = False
+
+
+def _checks(call: Call, rates: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> Iterator[_Check]:
+    entry = call.estimator
+    for name, (probabilities, actions) in entry.choices.items():
+        if name not in given:
+            count = given[probabilities].shape[-1]
+            chosen = given[actions].detach().to(torch.int64).flatten()
+            must = f"must be from 0 to {count - 1} where a step is taken, as {probabilities} has {count} actions"
+            yield _Check(actions, chosen, name, must, "mask that token or mend it", count - 1)
+    for name, tensor in zip(entry.inputs, call.inputs, strict=True):
+        shown = name
+        if entry.expectation is not None and name == entry.continuation:
+            shown = " * ".join(entry.expectation)
+        if name in entry.choices and name not in given:
+            shown = "the logarithm of {} at {}".format(*entry.choices[name])
+        zero = name in entry.minus_infinity
+        must = f"must be finite{', or -inf for probability 0,' if zero else ''} at trainable tokens"
+        yield _Check(shown, tensor, name, must, "mask that token or mend it", minus_infinity=zero)
     for name, tensor in rates.items():
-        largest = call.estimator.rates[name].largest
-        outside = ~((tensor >= 0) & (tensor <= largest))
-        where = lengths.reshape(-1, 1) > 0 if is_per_segment(tensor) else used
-        _raise_where(layout, name, tensor, where & outside, f"must lie in {interval(largest)}", RATE_REMEDY)
+        largest = entry.rates[name].largest
+        yield _Check(name, tensor, name, f"must lie in {interval(largest)}", RATE_REMEDY, largest)
     if call.bootstrap is not None:
-        initial = call.estimator.end == "initial"
-        where = _initial_is_read(call, lengths) if initial else _bootstrap_is_read(call, lengths)
-        _raise_where(
-            layout,
-            call.estimator.end_name or "bootstrap",
+        initial = entry.end == "initial"
+        yield _Check(
+            entry.end_name or "bootstrap",
             call.bootstrap,
-            where & ~call.bootstrap.isfinite(),
+            None,
             "must be finite where the segment has tokens" if initial else "must be finite where the segment does not terminate",
             "pass what precedes the first one" if initial else "set terminated there or pass the value that follows",
         )
+
+
+def _all_within(checks: Sequence[_Check]) -> list[bool]:
+    """For each check whether all numbers are in its range, read or not: one pass and one wait, since most often they are."""
+    if not checks:
+        return []
+    extremes = torch.stack([number.double() for check in checks for number in torch.aminmax(check.tensor)]).tolist()
+    return [
+        math.isfinite(low) and math.isfinite(high) if check.largest is None else low >= 0 and high <= check.largest
+        for check, low, high in zip(checks, extremes[::2], extremes[1::2], strict=True)
+    ]
 
 
 def _segment_lengths(layout: Layout, call: Call) -> Tensor:
     """[S], after checking the boundaries."""
     if layout.boundaries is None:
         return torch.full((call.segments,), call.length or 0, device=layout.device)
-    layout.boundaries.check(layout.op)
-    total = int(layout.boundaries.cu_seqlens[-1])
-    if total != call.tokens:
-        raise InputError(
-            f"{layout.op}: cu_seqlens must end at N = {call.tokens}, got {total}; add the missing segments or cut the tensors to the pack"
-        )
+    check_boundaries(layout)
     return layout.boundaries.on(layout.device).diff()
 
 
-def _initial_is_read(call: Call, lengths: Tensor) -> Tensor:
-    """Where `initial` reaches a result, [S, 1]: everywhere but in empty segments and before a token that starts an episode."""
-    read = lengths > 0
-    if call.starts and call.terminated is not None:
-        first = (lengths.cumsum(0) - lengths)[read]
-        if is_per_segment(call.terminated):
-            read[read.clone()] = ~((call.terminated.flatten() != 0)[read] & (lengths[read] == 1))
-        else:
-            read[read.clone()] = call.terminated[first] == 0
-    return read.reshape(-1, 1)
+def check_boundaries(layout: Layout) -> None:
+    """Raise unless the boundaries of a pack are in order and end at its last token."""
+    if layout.boundaries is None:
+        return
+    layout.boundaries.check(layout.op)
+    total, tokens = int(layout.boundaries.cu_seqlens[-1]), layout.shape.numel()
+    if total != tokens:
+        raise InputError(
+            f"{layout.op}: cu_seqlens must end at N = {tokens}, got {total}; add the missing segments or cut the tensors to the pack"
+        )
 
 
-def _bootstrap_is_read(call: Call, lengths: Tensor) -> Tensor:
-    """Where `bootstrap` reaches a result, in the shape of `bootstrap`."""
-    filled = lengths > 0
-    last = (lengths.cumsum(0) - 1)[filled]
-    ends = torch.zeros(call.tokens, dtype=torch.bool, device=lengths.device)
-    ends[last] = True
-    terminated = torch.zeros_like(ends)
-    if call.terminated is not None:
-        if is_per_segment(call.terminated):
-            terminated[last] = (call.terminated.flatten() != 0)[filled]
-        else:
-            terminated = call.terminated != 0
-    if call.bootstrap is not None and is_per_segment(call.bootstrap):
-        read = torch.zeros_like(filled)
-        read[filled] = ~terminated[last]
-        return read.reshape(-1, 1)
-    if call.truncated is not None and not is_per_segment(call.truncated):
-        ends |= call.truncated != 0
-    return ends & ~terminated
-
-
-def _raise_where(layout: Layout, name: str, tensor: Tensor, bad: Tensor, must: str, remedy: str) -> None:
+def _raise_where(layout: Layout, check: _Check, bad: Tensor) -> None:
     """Raise for the first True of `bad`, naming segment or token as the caller indexes it."""
     at = bad.flatten().nonzero()
     if not at.numel():
         return
     index = int(at[0])
-    if is_per_segment(tensor):
+    if is_per_segment(check.tensor):
         where = f"segment {index}"
     elif len(layout.shape) == 2:
         where = f"[{index // layout.shape[1]}, {index % layout.shape[1]}]"
     else:
         where = f"token {index}"
-    raise InputError(f"{layout.op}: {name} {must}, got {float(tensor.flatten()[index])} at {where} ({at.numel()} in all); {remedy}")
+    found = check.tensor.flatten()[index].item()
+    raise InputError(f"{layout.op}: {check.name} {check.must}, got {found} at {where} ({at.numel()} in all); {check.remedy}")

@@ -113,7 +113,7 @@ def estimate(
         dtype=dtype or _output_dtype([tensor for tensor in tensors.values() if tensor.is_floating_point()]),
     )
     if validate == "full":
-        check_contents(layout, call, {key: rate for key, rate in resolved.items() if isinstance(rate, Tensor)})
+        check_contents(layout, call, {key: rate for key, rate in resolved.items() if isinstance(rate, Tensor)}, tensors)
     outputs = _through_op(call, list(resolved.values()), chosen)
     return tuple(output.reshape(layout.shape) for output in outputs)
 

@@ -48,6 +48,7 @@ class Estimator:
             sum of products.
         choices: inputs that are log-probabilities of the action taken -> (probabilities of each action, [.., A], and the action taken, an
             integer) that a caller may give in place of it.
+        minus_infinity: the inputs that may be -inf, as the logarithm of 0.
         counts: what a report counts: name -> a function of the arguments by name, choices made, to a bool tensor in their shape.
         end: what `bootstrap` is. "value": it stands in for the inputs in `following`. "carry": it is also the x that follows the last step.
             "initial": the x before the first step, called `initial`, per segment only. "none": none is taken.
@@ -71,6 +72,7 @@ class Estimator:
     continuation: str | None = None
     expectation: tuple[str, str] | None = None
     choices: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    minus_infinity: tuple[str, ...] = ()
     counts: Mapping[str, Callable[[Mapping[str, Tensor]], Tensor]] = field(default_factory=dict)
     end: str = "value"
     takes: tuple[str, ...] = ("mask", "terminated", "truncated")

@@ -127,6 +127,7 @@ register(
         coefficients=coefficients.vtrace_coefficients,
         results=coefficients.vtrace_results,
         naive=naive.vtrace,
+        minus_infinity=("target_logprobs",),
         counts=_CUT,
         following=("values",),
     )
@@ -149,6 +150,7 @@ _RETRACE = Estimator(
     following=("q_values", *_LOGPROBS),
     rates_following=("c_bar",),
     continuation="expected_next_q",
+    minus_infinity=("target_logprobs",),
     counts=_CUT,
     end="none",
 )

@@ -104,11 +104,13 @@ def vtrace(
     for step in steps:
         t = step.token
         weight = ratio(behavior_logprobs[t], target_logprobs[t])
-        rho, c = smaller(rho_bar[t], weight), smaller(c_bar[t], weight)
+        rho = smaller(rho_bar[t], weight)
         next_value = step.end if step.next is None else values[step.next]
         next_target = step.end if step.next is None else targets[step.next]
         delta = rho * (rewards[t] + gamma[t] * next_value - values[t])
-        targets[t] = values[t] + delta + gamma[t] * lam[t] * c * (next_target - next_value)
+        targets[t] = values[t] + delta
+        if step.next is not None:
+            targets[t] += gamma[t] * lam[t] * smaller(c_bar[t], weight) * (next_target - next_value)
         advantages[t] = rho * (rewards[t] + gamma[t] * next_target - values[t])
     return targets, advantages
 

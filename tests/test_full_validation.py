@@ -53,7 +53,15 @@ FIRST = {"mask": at(4, 0, fill=1.0)}  # all but token 4 are trainable
         ("gae", {"rewards": at(4, nan), **FIRST, "masked": "keep"}, "rewards must be finite at trainable tokens, got nan at token 4"),
         ("gae", {"values": torch.full((6,), -inf), **FIRST}, "values must be finite at trainable tokens, got -inf at token 0 (5 in all)"),
         ("gae", {"values": at(5, inf), **FIRST}, "values must be finite at trainable tokens, got inf at token 5 (1 in all)"),
-        ("vtrace", {"target_logprobs": at(1, -inf)}, "vtrace: target_logprobs must be finite at trainable tokens, got -inf at token 1"),
+        # Probability 0 has the logarithm -inf, but what was done had some.
+        ("vtrace", {"target_logprobs": at(1, -inf)}, None),
+        (
+            "vtrace",
+            {"target_logprobs": at(1, inf)},
+            "target_logprobs must be finite, or -inf for probability 0, at trainable tokens, got inf at token 1",
+        ),
+        ("retrace", {"target_logprobs": at(1, nan)}, "retrace: target_logprobs must be finite, or -inf for probability 0, at trainable tokens"),
+        ("retrace", {"behavior_logprobs": at(1, -inf)}, "retrace: behavior_logprobs must be finite at trainable tokens, got -inf at token 1"),
         ("linear_scan", {"b": at(1, inf)}, "linear_scan: b must be finite at trainable tokens, got inf at token 1"),
         (
             "retrace_from_policy",
@@ -71,7 +79,7 @@ FIRST = {"mask": at(4, 0, fill=1.0)}  # all but token 4 are trainable
         ("gae", {"gamma": torch.tensor(1.5)}, "gae: gamma must lie in [0, 1], got 1.5 at segment 0"),
         ("vtrace", {"rho_bar": at(3, inf)}, None),
         ("vtrace", {"rho_bar": at(3, nan)}, "vtrace: rho_bar must lie in [0, inf], got nan at token 3"),
-        ("vtrace", {"c_bar": at(3, -1.0)}, "vtrace: c_bar must lie in [0, inf], got -1.0 at token 3"),
+        ("vtrace", {"c_bar": at(2, -1.0)}, "vtrace: c_bar must lie in [0, inf], got -1.0 at token 2"),
         # The bootstrap, where it is read.
         (
             "gae",
