@@ -4,10 +4,12 @@ from .engine import Engine, LocalEngine, execute
 from .errors import BackendError, EngineError, InputError, RlhfScanError
 from .forward import eligibility_traces, episodic_cumsum
 from .functional import GAE, discounted_returns, gae, lambda_returns
+from .groups import GroupAdvantages, expand_to_tokens, grpo, reinforce_plus_plus, rloo
 from .linear import linear_scan
 from .off_policy import Retrace, VTrace, retrace, retrace_from_policy, vtrace
 from .requests import CreditRequest, CreditResult
 from .segments import Segments
+from .turns import clock_rate, turn_returns
 from .version import __version__
 from .whitening import whiten
 
@@ -18,6 +20,7 @@ __all__ = [
     "CreditResult",
     "Engine",
     "EngineError",
+    "GroupAdvantages",
     "InputError",
     "LocalEngine",
     "Retrace",
@@ -25,15 +28,21 @@ __all__ = [
     "Segments",
     "VTrace",
     "__version__",
+    "clock_rate",
     "discounted_returns",
     "eligibility_traces",
     "episodic_cumsum",
     "execute",
+    "expand_to_tokens",
     "gae",
+    "grpo",
     "lambda_returns",
     "linear_scan",
+    "reinforce_plus_plus",
     "retrace",
     "retrace_from_policy",
+    "rloo",
+    "turn_returns",
     "vtrace",
     "whiten",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,12 @@ def check_dtype(op: str, dtype: torch.dtype | None) -> None:
         raise InputError(
             f"{op}: dtype must be one of {[str(d) for d in FLOATS]} or None, got {dtype!r}; leave it out for the inputs' dtype"
         )
+
+
+def check_eps(op: str, eps: object) -> None:
+    """Raise unless `eps` can be added to a variance or a standard deviation."""
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0.0 <= eps < math.inf:
+        raise InputError(f"{op}: eps must be a number from 0 on, got {eps!r}; pass one such as 1e-8")
 
 
 def resolve_layout(op: str, entry: Estimator, tensor: object, segments: Segments | None) -> Layout:

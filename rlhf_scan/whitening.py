@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from . import whitened
 from .call import BACKENDS
-from .checks import check_dtype, check_floats, check_mask, check_option
+from .checks import check_dtype, check_eps, check_floats, check_mask, check_option
 from .dispatch import choose_backend
 from .errors import InputError
 from .ranks import check_process_group, gathered
@@ -43,8 +42,7 @@ class Whitening:
     def check(self, op: str) -> None:
         """Raise InputError, which speaks for `op`, unless it can be used."""
         check_option(op, "eps_at", self.eps_at, EPS_PLACES)
-        if isinstance(self.eps, bool) or not isinstance(self.eps, int | float) or not 0.0 <= self.eps < math.inf:
-            raise InputError(f"{op}: eps must be a number from 0 on, got {self.eps!r}; pass one such as 1e-8")
+        check_eps(op, self.eps)
         if not self.shift_mean and not self.scale:
             raise InputError(f"{op}: shift_mean and scale must not both be False, got False and False; one of them is what whitening does")
 

@@ -100,7 +100,7 @@ def _place(tokens, TILE: tl.constexpr):
     return token, token < tokens
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
 def _tile_statistics(x, mask, parts, tokens, TILE: tl.constexpr):
     token, used = _place(tokens, TILE)
     numbers = tl.load(x + token, mask=used, other=0)
@@ -139,7 +139,7 @@ def _merge(parts, merged, total, LANES: tl.constexpr):
     tl.store(merged + 2, tl.sum(m2 + count * deviations * deviations))
 
 
-@triton.jit(do_not_specialize=["tokens", "eps"])
+@triton.jit(do_not_specialize=["eps"])
 def _whiten(
     x,
     mask,
