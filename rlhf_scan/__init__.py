@@ -7,6 +7,7 @@ from .functional import GAE, discounted_returns, gae, lambda_returns
 from .groups import GroupAdvantages, expand_to_tokens, grpo, reinforce_plus_plus, rloo
 from .linear import linear_scan
 from .off_policy import Retrace, VTrace, retrace, retrace_from_policy, vtrace
+from .ppo import PPOAdvantages, ppo_advantages
 from .requests import CreditRequest, CreditResult
 from .segments import Segments
 from .turns import clock_rate, turn_returns
@@ -23,6 +24,7 @@ __all__ = [
     "GroupAdvantages",
     "InputError",
     "LocalEngine",
+    "PPOAdvantages",
     "Retrace",
     "RlhfScanError",
     "Segments",
@@ -38,6 +40,7 @@ __all__ = [
     "grpo",
     "lambda_returns",
     "linear_scan",
+    "ppo_advantages",
     "reinforce_plus_plus",
     "retrace",
     "retrace_from_policy",

@@ -1,0 +1,204 @@
+"""The whole RLHF block: KL penalty, score, whitening and GAE in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import whitened as whitened_before
+from .ppo_inputs import OP, PPOInputs, resolve_inputs
+from .ppo_options import PPOOptions, resolve_options, whitenings
+from .ppo_places import place_scores, score_tokens, sequence_faults, sound, with_step_rewards
+from .ppo_report import PPOReport, counts_of, raise_if_asked
+from .ppo_stages import cleared, kept_tokens, recursion, whitened
+from .ranks import check_process_group
+from .segments import Segments
+from .shaping import NO_FAULT, shaping_backend
+from .whitening import Whitening
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class PPOAdvantages(NamedTuple):
+    """What `ppo_advantages` returns: four tensors in the shape of the log-probabilities, and a report that is read when it is looked at."""
+
+    advantages: Tensor
+    returns: Tensor
+    rewards: Tensor
+    kl: Tensor
+    report: PPOReport
+
+
+def ppo_advantages(
+    logprobs: Tensor,
+    ref_logprobs: Tensor | None,
+    values: Tensor,
+    scores: Tensor | None,
+    *,
+    preset: str | None = None,
+    kl: str | None = None,
+    kl_coef: float | Tensor | None = None,
+    kl_at: str | None = None,
+    kl_clamp: str | None = None,
+    log_ratio_limit: float | None = None,
+    kl_limit: float | None = None,
+    rewards: Tensor | None = None,
+    step_rewards: Any = None,
+    score_at: str | None = None,
+    trailing: str | None = None,
+    score_bias: float | None = None,
+    score_scale: float | None = None,
+    score_clip: float | tuple[float, float] | None = None,
+    missing_eos_penalty: float | None = None,
+    has_eos: Tensor | None = None,
+    whiten_rewards: str | bool | Whitening | None = None,
+    whiten_advantages: str | bool | Whitening | None = None,
+    gamma: float | Tensor | None = None,
+    lam: float | Tensor | None = None,
+    lam_value: float | Tensor | None = None,
+    length_adaptive_alpha: float | None = None,
+    segments: Segments | None = None,
+    mask: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    masked: str | None = None,
+    terminated: Tensor | None = None,
+    truncated: Tensor | None = None,
+    stop_reasons: Sequence[str] | None = None,
+    bootstrap: Tensor | None = None,
+    nonfinite: str | None = None,
+    process_group: ProcessGroup | None = None,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    validate: str = "shapes",
+) -> PPOAdvantages:
+    """PPO's advantages and returns from log-probabilities, values and scores.
+
+        r_t = rewards_t + (score, at the one token that gets it) - kl_coef * KL_t,   KL_t an estimate from logprobs_t - ref_logprobs_t
+        advantages, returns = GAE of r and values;   rewards before it and advantages after it whitened if wanted
+
+    A sequence is a row, or a segment of a pack. None as an option means the preset's choice, without a preset the recommended one; docs/ppo.md
+    lists them. Outputs are 0 at masked tokens, and what stands there changes nothing elsewhere, unless ``masked="keep"``. A sequence does not see its
+    neighbours but through the statistics of whitening. A sequence with a number that is not finite is left out of these.
+
+    Args:
+        logprobs: log pi(a_t | s_t) of the policy that sampled, [B, T] or packed [N]; nats.
+        ref_logprobs: of the reference policy, likewise; None: no KL penalty.
+        values: V(s_t), likewise.
+        scores: of each sequence, [S] ([B] for rows), any dtype; None: 0.
+        preset: "trl", "verl", "openrlhf", "nemo-rl", "slime", "areal": every option as that project has it. Other options given beside it win.
+        kl: "k1" (log-ratio), "k2" (half its square), "k3" (exp(-x) - 1 + x), "abs".
+        kl_coef: >= 0, a number or [S].
+        kl_at: KL counts at "trainable" tokens, or with ``masked="keep"`` at "all".
+        kl_clamp: which estimators the two limits hold for: "exp" (k3 alone, the one that can overflow), "all", "off".
+        log_ratio_limit, kl_limit: largest size of the log-ratio before, and of the KL after, the estimator.
+        rewards: token rewards, in the shape of `logprobs`; ignored at masked tokens.
+        step_rewards: (sequence, end token, reward) triples: a list, [K, 3], or three tensors [K]. Tokens count from their sequence's first.
+        score_at: "last", the last trainable token; or "post_eos" (TRL): the slot after the sequence's last token is one more step; its value is
+            read, and its return written. A sequence without room for it has its score on the last token.
+        trailing: for a score or step reward whose token is not trainable, as where a sequence ends with a tool's answer: "carry_back" to the
+            trainable token before, "drop", "error" (reads the device), or with ``masked="keep"`` "stay".
+        score_bias, score_scale, score_clip: score' = clip((score + bias) * scale), to [-clip, clip] or (lowest, highest).
+        missing_eos_penalty: subtracted from score' where no trainable token is end-of-sequence; needs `has_eos` or `stop_reasons`.
+        has_eos: nonzero for each sequence that has one, [S]; or at each token that is one, of which the trainable ones count.
+        whiten_rewards, whiten_advantages: "off", "unbiased", "keep_mean", "shift", "population", "eps_outside", a `Whitening`, True or False.
+        gamma, lam, lam_value: as in `gae`.
+        length_adaptive_alpha: > 0: VAPO's lam = 1 - 1 / (alpha * trainable tokens), at least 0, for the advantages; the returns have `lam_value`, or
+            without one `lam`.
+        segments: where the sequences of a pack lie.
+        mask: nonzero at trainable tokens, any dtype.
+        attention_mask: nonzero at tokens that are no padding. Without it, what follows the last trainable token of a row is padding, and a pack
+            has none (with ``score_at="post_eos"`` it has it there, too).
+        masked: what a masked token that is no padding does to the recursion, as in `gae`. Padding takes no part.
+        terminated, truncated, bootstrap: as in `gae`; a flag or value per sequence belongs to its last token, wherever the row ends.
+        stop_reasons: one of "stop", "tool_calls" (terminated), "length", "abort" (truncated) per sequence, in place of these flags, and of
+            `has_eos`.
+        nonfinite: where a number that counts is not finite: "propagate" it within its sequence, "raise" (reads the device), take it for "zero", or
+            "drop" the sequence: its outputs are 0. The report names sequence and token.
+        process_group: whitening is over all its ranks, as in `whiten`.
+        dtype, backend: as in `gae`.
+        validate: "shapes", or "full" to check contents too (reads the device); numbers that are not finite then raise instead of propagating.
+
+    Returns:
+        PPOAdvantages(advantages, returns, rewards, kl, report): rewards are those that GAE got. Detached from autograd.
+
+    Raises:
+        InputError: an argument is wrong; the message says which, and what to do.
+        BackendError: the backend cannot run here.
+
+    Schulman et al. 2017, Proximal Policy Optimization Algorithms; Ouyang et al. 2022, InstructGPT; Yue et al. 2025, VAPO.
+    """
+    given = locals()
+    options = resolve_options(OP, preset, {field.name: given[field.name] for field in fields(PPOOptions)})
+    check_process_group(OP, process_group)
+    tensors = {name: given[name] for name in _TENSORS}
+    inputs = resolve_inputs(
+        tensors,
+        options,
+        segments=segments,
+        step_rewards=step_rewards,
+        stop_reasons=stop_reasons,
+        dtype=dtype,
+        backend=backend,
+        validate=validate,
+    )
+    if rewards is not None and whitenings(OP, options)[0] is not None:
+        whitened_before.refuse(OP, "rewards", rewards)
+    if validate == "full" and options.nonfinite == "propagate":
+        options = replace(options, nonfinite="raise")
+    return _run(inputs, options, process_group)
+
+
+_TENSORS = (
+    "logprobs",
+    "ref_logprobs",
+    "values",
+    "scores",
+    "rewards",
+    "has_eos",
+    "mask",
+    "attention_mask",
+    "terminated",
+    "truncated",
+    "bootstrap",
+)
+
+
+def _run(inputs: PPOInputs, options: PPOOptions, group: ProcessGroup | None) -> PPOAdvantages:
+    """Shape, whiten, solve, whiten."""
+    module, (whiten_rewards, whiten_advantages) = shaping_backend(inputs.backend), whitenings(OP, options)
+    located = module.locate(inputs.call)
+    placed, numbers = place_scores(inputs, options, located)
+    fault = sequence_faults(inputs, placed)
+    call = inputs.call
+    if inputs.step_rewards is not None and call.tokens:
+        call, counts = with_step_rewards(call, inputs.step_rewards, options, placed)
+        numbers |= counts
+    shaped = module.shape(call, sound(placed) if options.nonfinite == "zero" else placed)
+    fault = torch.minimum(fault, shaped.fault)
+    left_out = (fault != NO_FAULT) & (options.nonfinite != "zero")
+    numbers |= counts_of(inputs, options, located, placed, shaped, fault, left_out)
+    report = PPOReport(numbers, fault, score_tokens(inputs, placed))
+    raise_if_asked(options, report, group)
+    dropping = options.nonfinite == "drop"
+    counted = module.counted(call, left_out) if dropping or whiten_rewards or whiten_advantages else None
+    kept = kept_tokens(inputs, placed, counted, left_out)
+    rewards = shaped.rewards
+    if whiten_rewards is not None:
+        steps = None if options.masked == "keep" else kept.steps
+        rewards = whitened(inputs, report, "rewards", rewards, kept.counted_steps, steps, whiten_rewards, group)
+    advantages, returns = recursion(inputs, options, located, placed, rewards, kept.steps)
+    advantages = cleared(advantages, kept.counted if dropping else kept.trainable)
+    if whiten_advantages is not None:
+        written = kept.counted if dropping else kept.trainable
+        advantages = whitened(inputs, report, "advantages", advantages, kept.counted, written, whiten_advantages, group)
+    written = kept.counted_steps if dropping else kept.steps
+    outputs = (advantages, cleared(returns, written), cleared(rewards, written), cleared(shaped.kl, kept.counted if dropping else None))
+    advantages, returns, rewards, kl = (output.to(inputs.dtype).reshape(inputs.layout.shape) for output in outputs)
+    if whiten_advantages is not None and whiten_advantages.scale:
+        whitened_before.remember(advantages)
+    return PPOAdvantages(advantages, returns, rewards, kl, report)

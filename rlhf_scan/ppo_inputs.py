@@ -1,0 +1,239 @@
+"""The tensors of a `ppo_advantages` call, checked and in their normal form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .call import BACKENDS, is_per_segment
+from .checks import Layout
+from .contents import check_boundaries
+from .dispatch import choose_backend
+from .errors import InputError
+from .estimators import estimator
+from .ppo_options import PPOOptions
+from .segments import Segments
+from .shaping import ShapingCall
+
+OP = "ppo_advantages"
+# Why a sequence ended, as inference engines name it -> whether the episode ends there; else it was cut.
+STOP_REASONS = {"stop": True, "tool_calls": True, "length": False, "abort": False}
+_DIVIDERS = ("terminated", "truncated")
+
+
+@dataclass(frozen=True)
+class StepRewards:
+    """Rewards at chosen tokens: int64 [K] sequences, int64 [K] tokens counted from the sequence's first, [K] rewards."""
+
+    sequences: Tensor
+    tokens: Tensor
+    rewards: Tensor
+
+
+@dataclass(frozen=True)
+class PPOInputs:
+    """What a caller gave, resolved.
+
+    Attributes:
+        layout: of the tokens.
+        backend: that runs.
+        call: what shaping needs.
+        scores: [S], in the dtype of the arithmetic, as the caller gave them.
+        has_eos: bool [S]; None: not said per sequence.
+        step_rewards: None without.
+        terminated, truncated, bootstrap: [S, 1], [N] or None, as in `rlhf_scan.call.Call`.
+        dtype: of the outputs.
+    """
+
+    layout: Layout
+    backend: str
+    call: ShapingCall
+    scores: Tensor
+    has_eos: Tensor | None
+    step_rewards: StepRewards | None
+    terminated: Tensor | None
+    truncated: Tensor | None
+    bootstrap: Tensor | None
+    dtype: torch.dtype
+
+
+def resolve_inputs(
+    tensors: Mapping[str, Any],
+    options: PPOOptions,
+    *,
+    segments: Segments | None,
+    step_rewards: Any,
+    stop_reasons: Sequence[str] | None,
+    dtype: torch.dtype | None,
+    backend: str,
+    validate: str,
+) -> PPOInputs:
+    """Check all of them; InputError names the wrong one."""
+    checks.check_option(OP, "backend", backend, BACKENDS)
+    checks.check_option(OP, "validate", validate, ("shapes", "full"))
+    checks.check_dtype(OP, dtype)
+    like = replace(estimator("gae"), inputs=("logprobs", "values"))
+    layout = checks.resolve_layout(OP, like, tensors["logprobs"], segments)
+    if validate == "full":
+        check_boundaries(layout)
+    chosen = choose_backend(backend, layout.device)
+    tensors = {**tensors, **_by_stop_reason(layout, tensors, stop_reasons)}
+    floats = {name: checks.per_token(layout, name, tensors[name]) for name in ("logprobs", "values")}
+    floats |= {name: checks.per_token(layout, name, tensors[name]) for name in ("ref_logprobs", "rewards") if tensors[name] is not None}
+    flags = {name: checks.resolve_flag(layout, name, tensors[name], segment_form=False) for name in ("mask", "attention_mask")}
+    has_eos, terminated, truncated = (
+        checks.resolve_flag(layout, name, tensors[name], segment_form=True) for name in ("has_eos", *_DIVIDERS)
+    )
+    if options.missing_eos_penalty and has_eos is None:
+        raise InputError(f"{OP}: has_eos must be given for missing_eos_penalty, got None; pass one flag per sequence or per token")
+    if options.score_at == "post_eos":
+        _refuse_per_token(terminated, truncated)
+    number = torch.float64 if chosen == "reference" or torch.float64 in {tensor.dtype for tensor in floats.values()} else torch.float32
+    log_ratio_limit, kl_limit = options.limits
+    bootstrap = None if tensors["bootstrap"] is None else checks.check_floats(OP, "bootstrap", tensors["bootstrap"])
+    call = ShapingCall(
+        values=floats["values"],
+        logprobs=floats["logprobs"] if "ref_logprobs" in floats else None,
+        ref_logprobs=floats.get("ref_logprobs"),
+        rewards=floats.get("rewards"),
+        mask=flags["mask"],
+        attention=flags["attention_mask"],
+        has_eos=None if has_eos is None or is_per_segment(has_eos) else has_eos,
+        kl_coef=_kl_coef(layout, options, "ref_logprobs" in floats, number),
+        kl=options.kl,
+        log_ratio_limit=log_ratio_limit,
+        kl_limit=kl_limit,
+        ignores_mask=options.masked == "keep",
+        kl_everywhere=options.kl_at == "all",
+        padded=flags["mask"] is not None and (segments is None or options.score_at == "post_eos"),
+        zero_faults=options.nonfinite == "zero",
+        segments=layout.segments,
+        length=layout.length,
+        cu_seqlens=None if layout.boundaries is None else layout.boundaries.on(layout.device),
+        dtype=number,
+    )
+    return PPOInputs(
+        layout=layout,
+        backend=chosen,
+        call=call,
+        scores=_per_sequence(layout, "scores", tensors["scores"], number),
+        has_eos=None if has_eos is None or not is_per_segment(has_eos) else (has_eos != 0).flatten(),
+        step_rewards=_step_rewards(layout, step_rewards, number),
+        terminated=terminated,
+        truncated=truncated,
+        bootstrap=None if bootstrap is None else checks.per_token_or_segment(layout, "bootstrap", bootstrap),
+        dtype=dtype or _promoted([tensors[name] for name in floats]),
+    )
+
+
+def _promoted(tensors: Sequence[Tensor]) -> torch.dtype:
+    dtype = tensors[0].dtype
+    for tensor in tensors[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def _by_stop_reason(layout: Layout, tensors: Mapping[str, Any], reasons: Sequence[str] | None) -> dict[str, Tensor]:
+    """The flags that stop reasons stand for."""
+    if reasons is None:
+        return {}
+    twice = [name for name in _DIVIDERS if tensors[name] is not None]
+    if twice:
+        raise InputError(f"{OP}: stop_reasons must not be given with {twice[0]}, got both; drop one of them")
+    if isinstance(reasons, str) or len(reasons) != layout.segments:
+        got = f"{reasons!r}" if isinstance(reasons, str) else f"{len(reasons)}"
+        raise InputError(f"{OP}: stop_reasons must have {layout.segments} entries, one per sequence, got {got}; pass a list of words")
+    for reason in reasons:
+        checks.check_option(OP, "stop_reasons", reason, tuple(STOP_REASONS))
+    stopped = torch.tensor([STOP_REASONS[reason] for reason in reasons], dtype=torch.bool).to(layout.device)
+    flags = {"terminated": stopped, "truncated": ~stopped}
+    return flags if tensors["has_eos"] is not None else {**flags, "has_eos": stopped}
+
+
+def _refuse_per_token(*flags: Tensor | None) -> None:
+    """A cut between a sequence and the step after it would lose the score there."""
+    for name, flag in zip(_DIVIDERS, flags, strict=True):
+        if flag is not None and not is_per_segment(flag):
+            raise InputError(
+                f'{OP}: {name} must have one entry per sequence with score_at="post_eos", got one per token; '
+                'reduce it with .any(1), or choose score_at="last"'
+            )
+
+
+def _kl_coef(layout: Layout, options: PPOOptions, has_reference: bool, number: torch.dtype) -> Tensor:
+    if isinstance(options.kl_coef, Tensor):
+        return _per_sequence(
+            layout, "kl_coef", options.kl_coef.expand(layout.segments) if options.kl_coef.dim() == 0 else options.kl_coef, number
+        )
+    return torch.full((layout.segments,), float(options.kl_coef) if has_reference else 0.0, dtype=number, device=layout.device)
+
+
+def _per_sequence(layout: Layout, name: str, tensor: object, number: torch.dtype) -> Tensor:
+    """[S]; 0 where there is none."""
+    if tensor is None:
+        return torch.zeros(layout.segments, dtype=number, device=layout.device)
+    if not isinstance(tensor, Tensor):
+        raise InputError(f"{OP}: {name} must be a torch.Tensor, got {type(tensor).__name__}; convert it with torch.as_tensor")
+    if tensor.dtype.is_complex:
+        raise InputError(f"{OP}: {name} must be real numbers, got {tensor.dtype}; convert it with .float()")
+    if tensor.shape != (layout.segments,):
+        raise InputError(
+            f"{OP}: {name} must have shape [{layout.segments}], one entry per sequence, got {list(tensor.shape)}; "
+            + ("squeeze it" if tensor.numel() == layout.segments else "pass rewards per token as rewards=, or one number per sequence")
+        )
+    if tensor.device != layout.device:
+        raise InputError(
+            f"{OP}: {name} must be on {layout.device} like logprobs, got {tensor.device}; move it with .to({str(layout.device)!r})"
+        )
+    return tensor.detach().to(number).contiguous()
+
+
+def _step_rewards(layout: Layout, given: Any, number: torch.dtype) -> StepRewards | None:
+    """From three tensors, a [K, 3] tensor or a list of triples."""
+    if given is None:
+        return None
+    try:
+        if isinstance(given, Tensor) or not (len(given) == 3 and all(isinstance(part, Tensor) for part in given)):
+            table = (
+                given if isinstance(given, Tensor) else torch.tensor([tuple(map(float, triple)) for triple in given], dtype=torch.float64)
+            )
+            given = table.reshape(-1, 3).unbind(1)
+        sequences, tokens = (part.detach().to(torch.int64) for part in given[:2])
+        rewards = given[2].detach().to(number)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"{OP}: step_rewards must be (sequence, end token, reward) triples, got {type(given).__name__}; pass a list of triples, a [K, 3] "
+            "tensor, or three tensors [K]"
+        ) from error
+    if not (sequences.shape == tokens.shape == rewards.shape and sequences.dim() == 1):
+        shapes = [list(part.shape) for part in (sequences, tokens, rewards)]
+        raise InputError(
+            f"{OP}: step_rewards must be three tensors [K] of one length, got shapes {shapes}; pass one entry of each per step"
+        )
+    if sequences.device.type == "cpu" and tokens.device.type == "cpu":
+        _check_places(layout, sequences, tokens)
+    return StepRewards(sequences.to(layout.device), tokens.to(layout.device), rewards.to(layout.device))
+
+
+def _check_places(layout: Layout, sequences: Tensor, tokens: Tensor) -> None:
+    """Raise for a step outside its sequence. What lies on a GPU is not read: such a step is left out, and the report counts it."""
+    known = layout.boundaries is None or layout.boundaries.cu_seqlens.device.type == "cpu"
+    if layout.boundaries is None:
+        lengths = torch.full((layout.segments,), layout.length or 0)
+    else:
+        lengths = layout.boundaries.lengths() if known else torch.full((layout.segments,), layout.shape.numel())
+    inside = (sequences >= 0) & (sequences < layout.segments)
+    if layout.segments:
+        inside &= (tokens >= 0) & (tokens < lengths[sequences.clamp(0, layout.segments - 1)])
+    outside = (~inside).nonzero()
+    if outside.numel():
+        at = int(outside[0])
+        raise InputError(
+            f"{OP}: step_rewards must name tokens of the batch, got token {int(tokens[at])} of sequence {int(sequences[at])} at entry {at}; "
+            "count sequences from 0, and tokens from the first of their sequence"
+        )

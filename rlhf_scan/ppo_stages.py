@@ -1,0 +1,160 @@
+"""The stages of `ppo_advantages` after shaping: reward whitening, the recursion, advantage whitening."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import whitening
+from .call import is_per_segment
+from .dispatch import estimate
+from .ppo_inputs import OP, PPOInputs
+from .ppo_options import PPOOptions
+from .ppo_places import last_steps
+from .ppo_report import PPOReport
+from .segments import Segments
+from .shaping import Located, Placed
+from .whitening import Whitening
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which tokens count, bool [N] each; None: all do.
+
+    Attributes:
+        trainable: those of the mask.
+        steps: these and the step after the end, where there is one.
+        counted: trainable tokens of sequences that statistics may hold.
+        counted_steps: likewise of `steps`.
+    """
+
+    trainable: Tensor | None
+    steps: Tensor | None
+    counted: Tensor | None
+    counted_steps: Tensor | None
+
+
+def kept_tokens(inputs: PPOInputs, placed: Placed, counted: Tensor | None, left_out: Tensor) -> Kept:
+    """Of a batch whose sequences `left_out` [S] leave all statistics; `counted` as `ShapingBackend.counted` makes it, None: not needed."""
+    mask = inputs.call.mask
+    if mask is None:
+        return Kept(None, None, counted, counted)
+    trainable = mask != 0
+    return Kept(
+        trainable,
+        _with_slots(trainable, placed.slot, placed.slot >= 0),
+        counted,
+        None if counted is None else _with_slots(counted, placed.slot, (placed.slot >= 0) & ~left_out),
+    )
+
+
+def _with_slots(flags: Tensor, slot: Tensor, on: Tensor) -> Tensor:
+    """`flags` [N], and True at each slot that is `on`."""
+    if not flags.numel():
+        return flags
+    # A slot follows a token, so that the first token, where absent slots point to, is never one.
+    at = torch.where(on, slot, 0)
+    result = flags.clone()
+    result[at] = on | flags[at]
+    return result
+
+
+def whitened(
+    inputs: PPOInputs,
+    report: PPOReport,
+    name: str,
+    numbers: Tensor,
+    counted: Tensor | None,
+    written: Tensor | None,
+    definition: Whitening,
+    group: ProcessGroup | None,
+) -> Tensor:
+    """`numbers` [N] whitened at the tokens `written` with the statistics of the tokens `counted`, which the report tells."""
+    found = whitening.statistics(numbers, counted, process_group=group, backend=inputs.backend, op=OP)
+    report.add_statistics(name, found)
+    return whitening.apply(numbers, written, found, definition, backend=inputs.backend, op=OP)
+
+
+def recursion(
+    inputs: PPOInputs, options: PPOOptions, located: Located, placed: Placed, rewards: Tensor, steps: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of shaped rewards, [N] each, in the dtype of the arithmetic."""
+    values = inputs.call.values
+    ends = {"terminated": inputs.terminated, "truncated": inputs.truncated, "bootstrap": inputs.bootstrap}
+    if options.nonfinite == "zero":
+        values = _finite(values)
+        ends["bootstrap"] = None if inputs.bootstrap is None else _finite(inputs.bootstrap)
+    rates: dict[str, Any] = {"gamma": options.gamma, "lam": options.lam, "lam_value": options.lam_value}
+    if options.length_adaptive_alpha:
+        length = (options.length_adaptive_alpha * located.trainable.to(inputs.call.dtype)).clamp(min=1.0)
+        rates |= {"lam": 1.0 - 1.0 / length, "lam_value": options.lam if options.lam_value is None else options.lam_value}
+    shape = inputs.layout.shape
+    segments = inputs.layout.boundaries
+    if _needs_trimming(inputs, options):
+        segments, ends, rates = _trimmed(inputs, placed, ends, rates)
+    outputs = estimate(
+        "gae",
+        {"rewards": rewards.reshape(shape), "values": values.reshape(shape)},
+        rates,
+        segments=segments,
+        mask=None if steps is None else steps.reshape(shape),
+        masked=options.masked,
+        terminated=_shaped(ends["terminated"], shape),
+        truncated=_shaped(ends["truncated"], shape),
+        bootstrap=_shaped(ends["bootstrap"], shape),
+        dtype=inputs.call.dtype,
+        backend=inputs.backend,
+        op=OP,
+    )
+    advantages, returns = (output.flatten() for output in outputs)
+    return advantages, returns
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    return torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _shaped(tensor: Tensor | None, shape: torch.Size) -> Tensor | None:
+    """As a caller of an estimator gives it."""
+    if tensor is None:
+        return None
+    return tensor.flatten() if is_per_segment(tensor) else tensor.reshape(shape)
+
+
+def _needs_trimming(inputs: PPOInputs, options: PPOOptions) -> bool:
+    """Whether padding must be cut off a sequence, so that nothing is read there and what follows the end follows the last token."""
+    if inputs.call.mask is None:
+        return False
+    divided = any(flag is not None and not is_per_segment(flag) for flag in (inputs.terminated, inputs.truncated, inputs.bootstrap))
+    return options.masked != "skip" or (inputs.bootstrap is not None and divided)
+
+
+def _trimmed(
+    inputs: PPOInputs, placed: Placed, ends: Mapping[str, Tensor | None], rates: Mapping[str, Any]
+) -> tuple[Segments, dict[str, Tensor | None], dict[str, Any]]:
+    """Each sequence as two segments: what comes up to its last step, and padding, which has no end flags and no bootstrap."""
+    bounds, count = inputs.call.boundaries, inputs.call.segments
+    stops = torch.maximum(last_steps(placed) + 1, bounds[:-1])
+    segments = Segments(torch.cat([torch.stack([bounds[:-1], stops], 1).flatten(), bounds[-1:]]))
+
+    def both(tensor: Tensor, padding: Tensor) -> Tensor:
+        return torch.stack([tensor.flatten(), padding.flatten()], 1).reshape(-1, 1)
+
+    doubled = {
+        name: both(tensor, torch.zeros_like(tensor)) if tensor is not None and is_per_segment(tensor) else tensor
+        for name, tensor in ends.items()
+    }
+    per_sequence = {name: rate for name, rate in rates.items() if isinstance(rate, Tensor) and rate.shape == (count,)}
+    return segments, doubled, {**rates, **{name: both(rate, rate).flatten() for name, rate in per_sequence.items()}}
+
+
+def cleared(tensor: Tensor, kept: Tensor | None) -> Tensor:
+    """0 where `kept` is False."""
+    return tensor if kept is None else torch.where(kept, tensor, 0.0)

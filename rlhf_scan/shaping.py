@@ -1,0 +1,147 @@
+"""Reward shaping, the first stage of `ppo_advantages`: from log-probabilities and scores to one reward a token.
+
+Two passes over the tokens: `locate` finds where each sequence ends, `shape` makes rewards and KL. What lies between them, where each score goes,
+has an entry per sequence only. No pass waits for the device.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+# What a token or sequence that is not finite is named after; `Shaped.fault` holds the position in this list.
+FAULTS = ("logprobs", "ref_logprobs", "kl", "values", "rewards", "scores", "kl_coef", "bootstrap")
+NO_FAULT = torch.iinfo(torch.int64).max
+
+
+@dataclass(frozen=True)
+class ShapingCall:
+    """Tokens lie flat, sequence after sequence, as in `rlhf_scan.call.Call`.
+
+    Attributes:
+        values: [N].
+        logprobs, ref_logprobs: [N], or both None: no KL.
+        rewards: token rewards [N].
+        mask: nonzero at trainable tokens [N].
+        attention: nonzero at tokens that are no padding [N].
+        has_eos: nonzero at end-of-sequence tokens [N].
+        kl_coef: [S].
+        kl: the estimator's name.
+        log_ratio_limit, kl_limit: how far log-ratio and KL may lie from 0; inf: any.
+        ignores_mask: the recursion does (``masked="keep"``), so token rewards and values at masked tokens count.
+        kl_everywhere: KL counts at masked tokens too.
+        padded: where there is no `attention`: whether what follows the last trainable token is padding.
+        zero_faults: a number that is not finite counts as 0.
+        segments, length, cu_seqlens: as in `Call`.
+        dtype: of the arithmetic, float32 or float64.
+    """
+
+    values: Tensor
+    logprobs: Tensor | None
+    ref_logprobs: Tensor | None
+    rewards: Tensor | None
+    mask: Tensor | None
+    attention: Tensor | None
+    has_eos: Tensor | None
+    kl_coef: Tensor
+    kl: str
+    log_ratio_limit: float
+    kl_limit: float
+    ignores_mask: bool
+    kl_everywhere: bool
+    padded: bool
+    zero_faults: bool
+    segments: int
+    length: int | None
+    cu_seqlens: Tensor | None
+    dtype: torch.dtype
+
+    @property
+    def tokens(self) -> int:
+        """N."""
+        return self.values.numel()
+
+    @property
+    def boundaries(self) -> Tensor:
+        """cu_seqlens [S + 1], for rows too."""
+        if self.cu_seqlens is not None:
+            return self.cu_seqlens
+        return torch.arange(self.segments + 1, device=self.values.device) * (self.length or 0)
+
+
+@dataclass(frozen=True)
+class Located:
+    """Where each sequence ends, int64 [S] each.
+
+    Attributes:
+        last: its last trainable token; -1 where it has none.
+        end: its last token that is no padding, never before `last`; -1 where `last` is.
+        trainable: how many trainable tokens it has.
+        eos: how many of these are end-of-sequence tokens.
+    """
+
+    last: Tensor
+    end: Tensor
+    trainable: Tensor
+    eos: Tensor
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What an entry per sequence says, [S] each.
+
+    Attributes:
+        score: to be added, in the call's dtype.
+        place: the token that gets it, int64; -1: none does.
+        slot: the token after the end that is one more step, int64; -1: there is none.
+        end: `Located.end`.
+    """
+
+    score: Tensor
+    place: Tensor
+    slot: Tensor
+    end: Tensor
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """What shaping makes.
+
+    Attributes:
+        rewards: [N], in the call's dtype: 0 at tokens that take no step.
+        kl: [N], likewise: 0 at masked tokens.
+        fault: int64 [S], ``offset of the token * len(FAULTS) + which`` of the first number that is not finite, else NO_FAULT.
+        clamped: int64 [S], log-ratios or KLs that a limit cut.
+        kl_sum: [S], of KL at trainable tokens.
+    """
+
+    rewards: Tensor
+    kl: Tensor
+    fault: Tensor
+    clamped: Tensor
+    kl_sum: Tensor
+
+
+class ShapingBackend(Protocol):
+    """A module ``rlhf_scan.backends.<name>_shaping``."""
+
+    def locate(self, call: ShapingCall) -> Located:
+        """Where each sequence ends."""
+        ...
+
+    def shape(self, call: ShapingCall, placed: Placed) -> Shaped:
+        """Rewards and KL of each token."""
+        ...
+
+    def counted(self, call: ShapingCall, left_out: Tensor) -> Tensor:
+        """Bool [N]: trainable tokens of the sequences that `left_out`, bool [S], leaves in."""
+        ...
+
+
+def shaping_backend(name: str) -> ShapingBackend:
+    """The module behind a backend's name, which `choose_backend` has found to run here."""
+    return cast(ShapingBackend, importlib.import_module(f".backends.{name}_shaping", __package__))
