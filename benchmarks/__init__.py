@@ -1,1 +1,1 @@
-"""Benchmarks of rlhf_scan; results of runs are committed under results/."""
+"""The benchmark harness: `rlhf-scan bench`, or `python -m benchmarks` in the repository."""

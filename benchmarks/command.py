@@ -1,0 +1,116 @@
+"""The command: measure, or render what was measured."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import environment, measure, report, timing
+from .providers import all_providers, peers
+from .works import GROUPS, Work, works
+
+
+def main(arguments: Sequence[str] | None = None, program: str = "python -m benchmarks") -> None:
+    """Run the command line."""
+    options = _parser(program).parse_args(arguments)
+    if options.render:
+        results = report.merged([report.read(path) for path in options.render])
+        report.write(results, options.out)
+    else:
+        results = run(options.only or _all_groups(), options.quick, options.seconds, options.out, options.providers)
+    print(report.markdown(results))
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program, description="Time every provider on every work, each checked first against float64 loops."
+    )
+    add = parser.add_argument
+    groups = ", ".join(GROUPS)
+    add("--only", type=_groups, metavar="GROUP,...", help=f"among {groups}; without it, all that this machine can run")
+    add(
+        "--out",
+        type=Path,
+        default=Path("benchmark"),
+        metavar="PREFIX",
+        help="writes PREFIX.json, .md and .png, after every work [benchmark]",
+    )
+    add(
+        "--providers",
+        type=_names,
+        default=(),
+        metavar="NAME,...",
+        help=f"among {', '.join(p.name for p in all_providers())}; without it, all",
+    )
+    add("--quick", action="store_true", help="a few samples of each")
+    add("--seconds", type=float, default=0.0, help="start no work later than this; 0: no limit")
+    add("--render", type=Path, nargs="+", metavar="JSON", help="measure nothing: merge these results and write PREFIX.*")
+    return parser
+
+
+def run(groups: Sequence[str], quick: bool, seconds: float, out: Path, only: Sequence[str] = ()) -> dict[str, Any]:
+    """Measure these groups, and write after every work, so that a run that is cut short leaves what it has."""
+    started = time.perf_counter()
+    planned = [work for work in works(groups) if work.device == "cpu" or torch.cuda.is_available()]
+    bandwidths = {device: timing.copy_bandwidth(device) for device in sorted({work.device for work in planned})}
+    results: dict[str, Any] = {
+        "environment": environment.environment(peers.folder()),
+        "quick": quick,
+        "copy_bandwidth": {device: round(bandwidth * 1e6) for device, bandwidth in bandwidths.items()},
+        "providers": {provider.name: provider.about for provider in all_providers()},
+        "not_run": [],
+        "works": [],
+    }
+    for work in planned:
+        if seconds and time.perf_counter() - started > seconds:
+            results["not_run"].append(work.name)
+            continue
+        _log(f"{time.perf_counter() - started:.0f} s  {work.group}: {work.name}")
+        try:
+            results["works"].append(measure.measure(_against(work, only), bandwidths[work.device], quick, _log))
+        except Exception as error:  # the other works are still worth having
+            _log(f"  the work failed: {type(error).__name__}: {error}")
+            results["not_run"].append(f"{work.name} ({type(error).__name__})")
+        report.write(results, out, plot=False)
+    report.write(results, out)
+    return results
+
+
+def _against(work: Work, only: Sequence[str]) -> Work:
+    """The work with those of its providers alone that were asked for."""
+    return replace(work, providers=tuple(name for name in work.providers if name in only)) if only else work
+
+
+def _all_groups() -> tuple[str, ...]:
+    return tuple(GROUPS) if torch.cuda.is_available() else ("cpu",)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return _among([provider.name for provider in all_providers()], text)
+
+
+def _groups(text: str) -> tuple[str, ...]:
+    return _among(list(GROUPS), text)
+
+
+def _among(known: Sequence[str], text: str) -> tuple[str, ...]:
+    """Names by commas; one of ours may hold a comma itself."""
+    found, rest = [], text.strip()
+    while rest:
+        name = max((name for name in known if rest == name or rest.startswith(f"{name},")), key=len, default=None)
+        if name is None:
+            raise argparse.ArgumentTypeError(f"must be names among {', '.join(known)}, got {rest!r}")
+        found.append(name)
+        rest = rest[len(name) :].lstrip(", ")
+    return tuple(found)
+
+
+def _log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
