@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .checks import check_dtype, check_flag, check_floats, check_option
+from .dispatch import estimate
 from .errors import InputError
-from .functional import discounted_returns
 from .segments import Segments
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -66,40 +66,41 @@ def turn_returns(
         _check_turns(op, turns, live, count)
     if rewards.numel() == 0 or turns.numel() == 0:
         return torch.zeros(turns.shape, dtype=dtype or rewards.dtype, device=rewards.device)
-    returns = discounted_returns(rewards, gamma=gamma, dtype=dtype, backend=backend, validate=validate)
+    tensors = {"rewards": rewards}
+    (returns,) = estimate("discounted_returns", tensors, {"gamma": gamma}, dtype=dtype, backend=backend, validate=validate, op=op)
     found = returns[owners, turns.clamp(0, count - 1)]
     return torch.where(live & (turns >= 0) & (turns < count), found, 0)
 
 
-def clock_rate(rate: float | Tensor, clock: Tensor, *, mask: Tensor | None = None, segments: Segments | None = None) -> Tensor:
+def clock_rate(
+    rate: float | Tensor, clock: Tensor, *, mask: Tensor | None = None, segments: Segments | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
     """A gamma or lambda per token that counts only when the clock goes on: `rate` at a turn's last token, 1 inside it.
 
     Give it to any estimator: ``gae(rewards, values, gamma=clock_rate(0.9, turns, mask=mask), lam=clock_rate(0.95, turns, mask=mask),
     mask=mask)`` discounts and mixes from turn to turn, not from token to token.
 
     Args:
-        rate: a number, or one per sequence [S] ([B] for rows).
+        rate: a number in [0, 1], or one per sequence, [S] ([B] for rows).
         clock: the turn of each token, integers: [B, T], or packed [N]. The clock goes on where they change.
         mask: what the estimator gets: with it, the next token is the next trainable one, as ``masked="skip"`` takes it.
         segments: where the sequences of a pack lie. A sequence's last token has `rate`, since what follows it is not its turn.
+        dtype: of the rates; None: that of a tensor `rate`, else float32.
 
     Returns:
-        The rate per token, in the shape of `clock`, float32 (that of `rate`, if it is a tensor).
+        The rate per token, in the shape of `clock`.
 
     Raises:
         InputError: an argument is wrong.
     """
     op = "clock_rate"
+    check_dtype(op, dtype)
     turns = _integers(op, clock, clock.device if isinstance(clock, Tensor) else torch.device("cpu"))
     owners, sequences = token_owners(op, turns.shape, segments, turns.device)
-    if isinstance(rate, Tensor):
-        rate = check_floats(op, "rate", rate).detach()
-        if rate.shape != (sequences,):
-            raise InputError(f"{op}: rate must be a number or have shape [{sequences}], got {list(rate.shape)}; pass one per sequence")
-        rate = rate[owners] if sequences else rate.new_zeros(turns.shape)
+    rates = _rates(op, rate, sequences, dtype, turns.device)
     count = turns.numel()
     if not count:
-        return torch.zeros(turns.shape, dtype=rate.dtype if isinstance(rate, Tensor) else torch.float32, device=turns.device)
+        return rates.new_empty(turns.shape)
     place = torch.arange(count, device=turns.device)
     live = place >= 0 if mask is None else token_mask(op, mask, turns.device, turns.shape).flatten()
     # The first trainable token at or after each place; where none is, `count`.
@@ -107,8 +108,7 @@ def clock_rate(rate: float | Tensor, clock: Tensor, *, mask: Tensor | None = Non
     following = torch.cat([first[1:], first.new_full((1,), count)])
     there = following.clamp(max=count - 1)
     inside = (following < count) & (turns.flatten() == turns.flatten()[there]) & (owners.flatten() == owners.flatten()[there])
-    ones = torch.ones((), dtype=rate.dtype if isinstance(rate, Tensor) else torch.float32, device=turns.device)
-    return torch.where(inside.reshape(turns.shape), ones, rate)
+    return torch.where(inside.reshape(turns.shape), 1, rates[owners])
 
 
 def token_owners(op: str, shape: torch.Size, segments: Segments | None, device: torch.device) -> tuple[Tensor, int]:
@@ -134,6 +134,20 @@ def token_mask(op: str, mask: Tensor, device: torch.device, shape: torch.Size | 
     if flag.device != device:
         raise InputError(f"{op}: mask must be on {device}, got {flag.device}; move it with .to({str(device)!r})")
     return flag.detach() != 0
+
+
+def _rates(op: str, rate: object, sequences: int, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+    """The rate of each sequence."""
+    if isinstance(rate, Tensor):
+        found = check_floats(op, "rate", rate).detach()
+        if found.shape != (sequences,):
+            raise InputError(f"{op}: rate must be a number or have shape [{sequences}], got {list(found.shape)}; pass one per sequence")
+        return found.to(device=device, dtype=dtype or found.dtype)
+    if isinstance(rate, bool) or not isinstance(rate, int | float):
+        raise InputError(f"{op}: rate must be a number or a tensor, got {type(rate).__name__}; pass a float such as 0.99")
+    if not 0.0 <= rate <= 1.0:
+        raise InputError(f"{op}: rate must lie in [0, 1], got {rate}; pass a value in that range")
+    return torch.full((sequences,), rate, dtype=dtype or torch.float32, device=device)
 
 
 def _integers(op: str, clock: object, device: torch.device) -> Tensor:
