@@ -9,6 +9,7 @@ from typing import Any
 
 import ppo_oracle
 import torch
+from conftest import device_of
 from torch import Tensor
 
 from rlhf_scan import Segments
@@ -136,3 +137,9 @@ def _sequence(call: dict[str, Any], o: PPOOptions, s: int, start: int, stop: int
 def run(call: dict[str, Any], options: dict[str, Any], **others: Any) -> PPOAdvantages:
     """The library's answer."""
     return ppo_advantages(**call, **{name: value for name, value in options.items() if name not in call}, **others)
+
+
+def on_device(call: dict[str, Any], backend: str) -> dict[str, Any]:
+    """The call's tensors where the tests of `backend` have theirs."""
+    device = device_of(backend)
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in call.items()}
