@@ -23,7 +23,7 @@ LARGEST_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class Case:
-    """The arguments of one call over packed tokens. Arrays are [N]; those that `per_segment` names [S]; those of actions [N, A]."""
+    """The arguments of one call over packed tokens. Arrays are [N]; those that `per_segment` names [S]; those per action [N, A]."""
 
     lengths: list[int]
     inputs: dict[str, Array]
@@ -107,9 +107,23 @@ class Case:
 
 def ratio(case: Case, token: int, limit: Number) -> Number:
     """min(limit, pi / mu). In arithmetic of roundoff u, exp of a difference d that is off by u * |d| is off by that much, relatively."""
-    difference = case.at("target_logprobs", token).value - case.at("behavior_logprobs", token).value
+    target, made = target_logprob(case, token)
+    if target == -math.inf:
+        return ZERO
+    difference = target - case.at("behavior_logprobs", token).value
     found = math.exp(min(LARGEST_LOG_RATIO, difference))
-    return limit if limit.value <= found else Number(found, found, (4 + 2 * abs(difference)) * found)
+    return limit if limit.value <= found else Number(found, found, (4 + 2 * abs(difference) + made) * found)
+
+
+def target_logprob(case: Case, token: int) -> tuple[float, float]:
+    """log pi(a_t | s_t), and by how many roundings it is off: as given, or from the probability of the action taken."""
+    if "policy_probs" not in case.inputs:
+        return case.at("target_logprobs", token).value, 0.0
+    if case.masked != "keep" and not case.live(token):
+        return 0.0, 0.0
+    probability = float(case.inputs["policy_probs"][token, int(case.inputs["actions"][token])])
+    found = math.log(probability) if probability > 0 else -math.inf
+    return found, 2 + 2 * abs(found)
 
 
 def lambda_returns(case: Case) -> list[list[Number]]:
@@ -146,7 +160,10 @@ def vtrace(case: Case) -> list[list[Number]]:
 
 
 def retrace(case: Case) -> list[list[Number]]:
-    """Munos 2016, (3)-(4): target_t = r_t + gamma * (E_t + lam * c_next * (target_next - Q_next)); E_t follows a cut. c_bar bounds the ratio beside it."""
+    """Munos 2016, (3)-(4): target_t = r_t + gamma * (E_t + lam * c_next * (target_next - Q_next)); E_t follows a cut.
+
+    A bar bounds the ratio of its own token: c_next takes the next one's.
+    """
     targets: dict[int, Number] = {}
     advantages: dict[int, Number] = {}
     for token in case.backward():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -43,9 +44,14 @@ def sample(op: str, seed: int, dtype: torch.dtype | None = None) -> tuple[Case, 
         return segments if kind == "segment" else tokens
 
     actions = int(pick(1, 2, 5))
-    inputs = {name: numbers((tokens, actions) if name in (entry.expectation or ()) else tokens) for name in entry.arguments}
-    if "target_probs" in inputs:
-        inputs["target_probs"] = np.where(random.random((tokens, actions)) < 0.3, 0.0, np.abs(inputs["target_probs"]))
+    names = entry.arguments
+    if entry.choices and random.random() < 0.5:
+        names = (*(name for name in names if name not in entry.choices), *entry.chosen)
+    inputs = {name: numbers((tokens, actions) if name in entry.per_action else tokens) for name in names}
+    for name in {"target_probs", "policy_probs"} & set(inputs):
+        inputs[name] = np.where(random.random((tokens, actions)) < 0.3, 0.0, np.abs(inputs[name]))
+    if "actions" in inputs:
+        inputs["actions"] = random.integers(0, actions, tokens).astype(np.float64)
     if "target_logprobs" in inputs and dtype != torch.float16:
         far = random.random(tokens) < 0.03
         inputs["target_logprobs"] = np.where(far, float(pick(-300.0, 21.0, 30.0)), inputs["target_logprobs"])
@@ -88,7 +94,7 @@ def run(op: str, case: Case, layout: str, dtype: torch.dtype, backend: str, **op
     def tensor(name: str, numbers: Any, dtype: torch.dtype | None = dtype) -> Any:
         if not isinstance(numbers, np.ndarray):
             return numbers
-        found = torch.tensor(numbers, dtype=dtype, device=device)
+        found = torch.tensor(numbers, dtype=torch.int64 if name == "actions" else dtype, device=device)
         return found if name in case.per_segment else found.reshape(*shape, *found.shape[1:])
 
     options |= {name: tensor(name, rate) for name, rate in case.rates.items()}
@@ -101,10 +107,22 @@ def run(op: str, case: Case, layout: str, dtype: torch.dtype, backend: str, **op
         options["boundary"] = case.boundary
     if layout == "pack":
         options["segments"] = Segments.from_lengths(case.lengths)
-    outputs = getattr(rlhf_scan, op)(*(tensor(name, numbers) for name, numbers in case.inputs.items()), backend=backend, **options)
-    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    outputs = outputs_of(op, {name: tensor(name, numbers) for name, numbers in case.inputs.items()}, backend, **options)
     assert all(output.shape == shape for output in outputs)
     return [output.flatten().cpu() for output in outputs]
+
+
+def arguments(op: str, shape: tuple[int, ...], backend: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Random inputs by name, without gaps or flags; four actions where there are any."""
+    entry, random = estimator(op), torch.Generator().manual_seed(3)
+    shapes = {name: (*shape, 4) if name in entry.per_action else shape for name in entry.arguments}
+    return {name: torch.rand(size, generator=random).to(dtype).to(device_of(backend)) for name, size in shapes.items()}
+
+
+def outputs_of(op: str, inputs: Mapping[str, Tensor], backend: str, **options: Any) -> list[Tensor]:
+    """What the public function returns, as a list."""
+    found = getattr(rlhf_scan, op)(**inputs, backend=backend, **options)
+    return [found] if isinstance(found, Tensor) else list(found)
 
 
 def assert_as_the_oracle(op: str, case: Case, dtype: torch.dtype, outputs: list[Tensor], label: str = "") -> None:

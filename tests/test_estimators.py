@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import device_of
 from estimator_oracle import ORACLES, Array, Case
-from estimator_samples import DTYPES, assert_as_the_oracle, run, sample
+from estimator_samples import DTYPES, arguments, assert_as_the_oracle, outputs_of, run, sample
 from torch import Tensor
 
 import rlhf_scan
@@ -91,12 +91,17 @@ def test_neither_order_nor_neighbours_nor_layout_change_a_bit(op: str, backend: 
             assert_same_bits(mine, run(op, only(case, segment), "one", dtype, backend), label)
             assert_same_bits(mine, [output[case.tokens - stop : case.tokens - start] for output in backward], label)
             if backend != "triton" or segment == 0:
-                beside = replace(case, inputs={name: spoil(numbers, slice(start, stop)) for name, numbers in case.inputs.items()})
+                beside = replace(case, inputs={name: spoil(name, numbers, slice(start, stop)) for name, numbers in case.inputs.items()})
                 assert_same_bits(mine, [output[start:stop] for output in run(op, beside, "pack", dtype, backend)], label)
 
 
-def spoil(numbers: Array, but: slice) -> Array:
-    spoilt = np.full_like(numbers, math.nan)
+def garbage(name: str, poison: float = math.nan) -> float:
+    """What may stand where an input is not read: of actions, which are integers, one that there is not."""
+    return poison if name != "actions" else -100.0 if math.isnan(poison) else math.copysign(2.0**40, poison)
+
+
+def spoil(name: str, numbers: Array, but: slice) -> Array:
+    spoilt = np.full_like(numbers, garbage(name))
     spoilt[but] = numbers[but]
     return spoilt
 
@@ -113,7 +118,7 @@ def test_right_padding_changes_no_bit(op: str, backend: str) -> None:
         def padded(name: str, numbers: Any, case: Case = case, places: list[int] = places, size: int = width * rows) -> Any:
             if not isinstance(numbers, np.ndarray) or name in case.per_segment:
                 return numbers
-            filled = np.full((size, *numbers.shape[1:]), math.nan) if numbers.dtype == np.float64 else np.zeros(size, dtype=bool)
+            filled = np.full((size, *numbers.shape[1:]), garbage(name)) if numbers.dtype == np.float64 else np.zeros(size, dtype=bool)
             filled[places] = numbers
             return filled
 
@@ -138,7 +143,8 @@ def test_right_padding_changes_no_bit(op: str, backend: str) -> None:
 
 @each_op
 def test_poison_changes_no_bit(op: str, backend: str) -> None:
-    """Neither at masked tokens nor where nothing is read: a bootstrap inside an episode, E[Q] after its end, an action of probability 0."""
+    """Neither at masked tokens nor where nothing is read: a bootstrap inside an episode, E[Q] after its end, an action of probability 0 or not taken,
+    a bar of the trace where no trace passes."""
     for seed in range(4000, 4000 + SAMPLES[backend] // 4):
         case, layout, dtype = sample(op, seed)
         clean = run(op, case, layout, dtype, backend)
@@ -153,14 +159,19 @@ def poisoned(case: Case, poison: float) -> Case:
     empty = np.array(case.lengths) == 0
     inputs = dict(case.inputs)
     if case.masked != "keep":
-        inputs = {name: np.where(masked if numbers.ndim == 1 else masked[:, None], poison, numbers) for name, numbers in inputs.items()}
+        inputs = {name: np.where(masked if x.ndim == 1 else masked[:, None], garbage(name, poison), x) for name, x in inputs.items()}
     if "expected_next_q" in inputs:
         inputs["expected_next_q"] = np.where(terminated, poison, inputs["expected_next_q"])
     if "next_q" in inputs:
         inputs["next_q"] = np.where((case.inputs["target_probs"] == 0) | terminated[:, None], poison, inputs["next_q"])
+    if "policy_probs" in inputs:
+        others = np.arange(inputs["policy_probs"].shape[1]) != case.inputs["actions"][:, None]
+        inputs["policy_probs"] = np.where(others, poison, inputs["policy_probs"])
     rates: dict[str, Any] = dict(case.rates)
     for name, rate in rates.items():
         unread = empty if name in case.per_segment else masked & (case.masked == "skip")
+        if name not in case.per_segment and name in ("c_bar", "lam") and "behavior_logprobs" in inputs:
+            unread = ~through_traces(case, name == "c_bar" and "q_values" in inputs)
         rates[name] = np.where(unread, poison, rate) if isinstance(rate, np.ndarray) else rate
     end = case.end
     if end is not None:
@@ -168,28 +179,28 @@ def poisoned(case: Case, poison: float) -> Case:
     return replace(case, inputs=inputs, rates=rates, end=end)
 
 
+def through_traces(case: Case, following: bool) -> Array:
+    """The steps that a trace leaves backward, or `following` those that it comes from."""
+    found = np.zeros(case.tokens, dtype=bool)
+    for token in case.backward():
+        cut, source = case.follows(token)
+        if cut is None:
+            found[source if following else token] = True
+    return found
+
+
 @each_op
 def test_a_second_run_gives_the_same_bits_and_inputs_are_not_written(op: str, backend: str) -> None:
     inputs = arguments(op, (3, 7), backend)
-    before = [tensor.clone() for tensor in inputs]
+    before = {name: tensor.clone() for name, tensor in inputs.items()}
     first, second = ([output.clone() for output in outputs_of(op, inputs, backend)] for _ in range(2))
     assert_same_bits(first, second, op)
-    assert all(torch.equal(tensor, copy) for tensor, copy in zip(inputs, before, strict=True))
-    turned = [tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in inputs]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in inputs.items())
+    turned = {name: tensor.transpose(0, 1).contiguous().transpose(0, 1) for name, tensor in inputs.items()}
     assert_same_bits(first, outputs_of(op, turned, backend), "strides")
-    expanded = [tensor[:1].expand_as(tensor) for tensor in inputs]
-    assert_same_bits(outputs_of(op, [tensor.contiguous() for tensor in expanded], backend), outputs_of(op, expanded, backend), "expanded")
-
-
-def arguments(op: str, shape: tuple[int, ...], backend: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    entry, random = estimator(op), torch.Generator().manual_seed(3)
-    shapes = [(*shape, 4) if name in (entry.expectation or ()) else shape for name in entry.arguments]
-    return [torch.rand(size, generator=random).to(dtype).to(device_of(backend)) for size in shapes]
-
-
-def outputs_of(op: str, inputs: list[Tensor], backend: str, **options: Any) -> list[Tensor]:
-    found = getattr(rlhf_scan, op)(*inputs, backend=backend, **options)
-    return [found] if isinstance(found, Tensor) else list(found)
+    expanded = {name: tensor[:1].expand_as(tensor) for name, tensor in inputs.items()}
+    copied = {name: tensor.contiguous() for name, tensor in expanded.items()}
+    assert_same_bits(outputs_of(op, copied, backend), outputs_of(op, expanded, backend), "expanded")
 
 
 @each_op
@@ -213,7 +224,8 @@ def test_dtypes_of_outputs(op: str, dtype: torch.dtype, backend: str) -> None:
     inputs = arguments(op, (2, 3), backend, dtype)
     assert {output.dtype for output in outputs_of(op, inputs, backend)} == {dtype}
     assert {output.dtype for output in outputs_of(op, inputs, backend, dtype=torch.bfloat16)} == {torch.bfloat16}
-    wider = [inputs[0].float(), *inputs[1:]]
+    first = estimator(op).inputs[0]
+    wider = {**inputs, first: inputs[first].float()}
     assert {output.dtype for output in outputs_of(op, wider, backend)} == {
         torch.promote_types(dtype, torch.float32) if len(inputs) > 1 else torch.float32
     }
@@ -221,73 +233,8 @@ def test_dtypes_of_outputs(op: str, dtype: torch.dtype, backend: str) -> None:
 
 @each_op
 def test_outputs_know_nothing_of_autograd(op: str, backend: str) -> None:
-    inputs = [tensor.requires_grad_() for tensor in arguments(op, (2, 3), backend)]
+    inputs = {name: tensor.requires_grad_() for name, tensor in arguments(op, (2, 3), backend).items()}
     assert not any(output.requires_grad for output in outputs_of(op, inputs, backend))
-
-
-@pytest.mark.parametrize("op", ["vtrace", "retrace", "retrace_from_policy"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_no_finite_log_probability_makes_a_ratio_infinite(op: str, dtype: torch.dtype, backend: str) -> None:
-    """Not even the largest: log-ratios are cut at 20, and the ratio of an action that the new policy never takes is 0."""
-    largest = torch.finfo(dtype).max
-    targets = torch.tensor([largest, largest, -largest, 20.5, 0.0, -math.inf], dtype=dtype, device=device_of(backend))
-    behavior = torch.tensor([-largest, 0.0, largest, 0.0, largest, 0.0], dtype=dtype, device=device_of(backend))
-    ones = [tensor.fill_(1) for tensor in arguments(op, (6,), backend, dtype)[:-2]]
-    outputs = outputs_of(op, [*ones, behavior, targets], backend, rho_bar=math.inf, c_bar=1.0, gamma=0.5, dtype=torch.float64)
-    assert all(torch.isfinite(output).all() for output in outputs)
-    advantages = outputs[1].tolist()
-    assert advantages[2] == advantages[4] == advantages[5] == 0
-    assert abs(advantages[0]) <= math.exp(2 * 20) * 20
-
-
-@pytest.mark.parametrize("op", ["vtrace", "retrace", "retrace_from_policy"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_reports_count_the_ratios_that_were_cut(op: str, dtype: torch.dtype) -> None:
-    """In the arithmetic in which they are formed: 24.125 - 4.0625 passes 20, though in bfloat16 that difference is 20."""
-    entry = estimator(op)
-    tensors = dict(zip(entry.arguments, arguments(op, (6,), "reference", dtype), strict=True))
-    tensors["target_logprobs"] = torch.tensor([0.0, 21.0, 30.0, 25.0, 24.125, 24.0], dtype=dtype)
-    tensors["behavior_logprobs"] = torch.tensor([0.0, 0.0, 0.0, 10.0, 4.0625, 4.0], dtype=dtype)
-    tensors["mask"] = torch.tensor([1, 1, 0, 1, 1, 1])
-    assert LocalEngine("reference").run(CreditRequest(op, tensors)).report["log_ratios_cut"] == 2
-
-
-@pytest.mark.parametrize("actions", [1, 3, 64, 1000, 1024])
-def test_expected_values_of_many_actions(actions: int, backend: str) -> None:
-    """E[Q] from the policy gives what `retrace` makes of the same expectation, taken in float64."""
-    rewards, q_values, _, behavior, target = arguments("retrace", (9,), backend)
-    random = torch.Generator().manual_seed(1)
-    next_q = torch.randn(9, actions, generator=random).to(rewards.device)
-    probabilities = torch.softmax(4 * torch.randn(9, actions, generator=random), 1).to(rewards.device)
-    expected = (next_q.double() * probabilities.double()).sum(1)
-    exact = rlhf_scan.retrace(rewards, q_values, expected.to(rewards.device), behavior, target, backend="reference", dtype=torch.float64)
-    found = rlhf_scan.retrace_from_policy(rewards, q_values, next_q, probabilities, behavior, target, backend=backend)
-    # Each product and each sum rounds once, all terms are below 4 in magnitude and weigh 1 in all; nine tokens carry it on.
-    allowed = 9 * (math.log2(actions + 1) + actions / 16 + 20) * 2.0**-24 * 4
-    for got, true in zip(found, exact, strict=True):
-        assert (got.double() - true).abs().max() <= allowed
-
-
-@each_op
-def test_full_validation_names_the_token(op: str) -> None:
-    inputs = arguments(op, (4,), "reference")
-    inputs[0][2] = math.nan
-    with pytest.raises(InputError, match=rf"^{op}: {estimator(op).arguments[0]} must be finite at trainable tokens, got nan at token 2"):
-        outputs_of(op, inputs, "reference", validate="full")
-
-
-@pytest.mark.parametrize("op", ["eligibility_traces", "episodic_cumsum"])
-def test_full_validation_of_the_initial_value(op: str) -> None:
-    """It is read before the segment's first token, whatever is flagged at its last; not in an empty segment."""
-    inputs, segments = arguments(op, (3,), "reference"), Segments.from_lengths([2, 0, 1])
-    ends = torch.tensor([0, 1, 1])
-    fine = torch.tensor([1.0, math.nan, 2.0])
-    outputs_of(op, inputs, "reference", validate="full", segments=segments, initial=fine, terminated=ends)
-    for segment in (0, 2):
-        bad = fine.clone()
-        bad[segment] = math.inf
-        with pytest.raises(InputError, match=rf"^{op}: initial must be finite.*got inf at segment {segment}"):
-            outputs_of(op, inputs, "reference", validate="full", segments=segments, initial=bad, terminated=ends)
 
 
 def test_what_is_not_taken_is_refused() -> None:
