@@ -186,7 +186,7 @@ def _run(inputs: PPOInputs, options: PPOOptions, group: ProcessGroup | None) -> 
     raise_if_asked(options, report, group)
     dropping = options.nonfinite == "drop"
     counted = module.counted(call, left_out) if dropping or whiten_rewards or whiten_advantages else None
-    kept = kept_tokens(inputs, placed, counted, left_out)
+    kept = kept_tokens(inputs, options, placed, counted, left_out)
     rewards = shaped.rewards
     if whiten_rewards is not None:
         steps = None if options.masked == "keep" else kept.steps

@@ -19,7 +19,9 @@ def place_scores(inputs: PPOInputs, options: PPOOptions, located: Located) -> tu
     nowhere = torch.full_like(last, -1)
     slot = nowhere
     if options.score_at == "post_eos":
-        slot = torch.where(~empty & (end + 1 < inputs.call.boundaries[1:]), end + 1, nowhere)
+        first, stop = inputs.call.boundaries[:-1], inputs.call.boundaries[1:]
+        after = torch.where(empty, first, end + 1)  # an empty response ends before its first token
+        slot = torch.where(after < stop, after, nowhere)
     place = last
     if options.trailing == "drop":
         place = torch.where(trailing, nowhere, last)
@@ -32,7 +34,7 @@ def place_scores(inputs: PPOInputs, options: PPOOptions, located: Located) -> tu
     missing = torch.zeros_like(empty)
     if options.missing_eos_penalty:
         has_eos = inputs.has_eos if inputs.has_eos is not None else located.eos > 0
-        missing = ~has_eos & ~empty
+        missing = ~has_eos & (~empty | (slot >= 0))
         score = torch.where(missing, score - options.missing_eos_penalty, score)
     counts = {
         "empty_sequences": empty,

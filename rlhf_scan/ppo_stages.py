@@ -41,12 +41,14 @@ class Kept:
     counted_steps: Tensor | None
 
 
-def kept_tokens(inputs: PPOInputs, placed: Placed, counted: Tensor | None, left_out: Tensor) -> Kept:
+def kept_tokens(inputs: PPOInputs, options: PPOOptions, placed: Placed, counted: Tensor | None, left_out: Tensor) -> Kept:
     """Of a batch whose sequences `left_out` [S] leave all statistics; `counted` as `ShapingBackend.counted` makes it, None: not needed."""
     mask = inputs.call.mask
     if mask is None:
         return Kept(None, None, counted, counted)
     trainable = mask != 0
+    if options.score_at != "post_eos":
+        return Kept(trainable, trainable, counted, counted)
     return Kept(
         trainable,
         _with_slots(trainable, placed.slot, placed.slot >= 0),
@@ -57,13 +59,9 @@ def kept_tokens(inputs: PPOInputs, placed: Placed, counted: Tensor | None, left_
 
 def _with_slots(flags: Tensor, slot: Tensor, on: Tensor) -> Tensor:
     """`flags` [N], and True at each slot that is `on`."""
-    if not flags.numel():
-        return flags
-    # A slot follows a token, so that the first token, where absent slots point to, is never one.
-    at = torch.where(on, slot, 0)
-    result = flags.clone()
-    result[at] = on | flags[at]
-    return result
+    slots = torch.zeros(flags.numel() + 1, dtype=torch.bool, device=flags.device)
+    slots[torch.where(on, slot, flags.numel())] = True  # absent ones share the place after the last token
+    return flags | slots[:-1]
 
 
 def whitened(

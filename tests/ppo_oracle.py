@@ -72,12 +72,13 @@ def shape(q: Sequence, o: Any) -> Outputs:
     zeros = [0.0] * n
     out = Outputs(list(zeros), list(zeros), list(zeros), list(zeros))
     chosen = [t for t in range(n) if q.mask[t]]
-    if not chosen:
+    if not chosen and (o.score_at == "last" or not n):
         return out
-    last = chosen[-1]
+    last = chosen[-1] if chosen else -1
     end = n - 1 if q.packed and o.score_at == "last" else last
     if q.real is not None:
         end = max([last] + [t for t in range(n) if q.real[t]])
+    end = end if chosen else -1
     out.steps = [t for t in range(end + 1) if q.mask[t] or o.masked in ("keep", "zero")]
     place: int | None = {"carry_back": last, "stay": end, "drop": None if end > last else last}[o.trailing]
     if o.score_at == "post_eos" and end + 1 < n:

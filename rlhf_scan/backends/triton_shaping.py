@@ -9,7 +9,7 @@ put together in order: no atomics, the same bits on each run.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 import triton
@@ -134,7 +134,7 @@ def _maximum(x, y):
 _OWN = {"exp": _exp, "minimum": _minimum, "maximum": _maximum, "tl": tl}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _jit(kl: str):
     """The estimator as a Triton function, the same object every time."""
     return compiled_formula(KL_ESTIMATORS[kl], _OWN, triton.jit, tl.constexpr)
@@ -146,7 +146,7 @@ _shaped_reward = compiled_formula(reward_formulas.shaped_reward, _OWN, triton.ji
 
 @triton.jit
 def _part_of(cu_seqlens, length, tokens, parts, BLOCK: tl.constexpr):
-    """The program's sequence, that one's first token and end, and the first token and end of the part, which is whole blocks long."""
+    """The program's sequence, that one's first token, and the first token and the end of the part, which is whole blocks long."""
     program = tl.program_id(0).to(tl.int64)
     sequence = program // parts
     if cu_seqlens is None:
@@ -157,7 +157,7 @@ def _part_of(cu_seqlens, length, tokens, parts, BLOCK: tl.constexpr):
         stop = tl.maximum(tl.minimum(tl.load(cu_seqlens + sequence + 1), tokens), start)
     size = tl.cdiv(tl.cdiv(stop - start, parts), BLOCK) * BLOCK
     first = start + program % parts * size
-    return sequence, start, stop, first, tl.minimum(first + size, stop)
+    return sequence, start, first, tl.minimum(first + size, stop)
 
 
 @triton.jit
@@ -168,7 +168,7 @@ def _is_set(flag, token, there):
 @triton.jit(do_not_specialize=["length", "segments", "tokens", "parts"])
 def _locate(mask, attention, has_eos, cu_seqlens, table, length, segments, tokens, parts, PADDED: tl.constexpr, BLOCK: tl.constexpr):
     """Of each part: its last trainable token, its last that is no padding, how many trainable ones, how many of these end a sequence."""
-    sequence, start, stop, first, end = _part_of(cu_seqlens, length, tokens, parts, BLOCK)
+    _, _, first, end = _part_of(cu_seqlens, length, tokens, parts, BLOCK)
     lanes = tl.arange(0, BLOCK)
     last = tl.full([BLOCK], -1, tl.int64)
     real = tl.full([BLOCK], -1, tl.int64)
@@ -231,7 +231,7 @@ def _shape(
     BLOCK: tl.constexpr,
 ):
     """Shaped rewards and KL, and of each part the first number that is not finite, how many a limit cut, the sum of KL."""
-    sequence, start, stop, first, finish = _part_of(cu_seqlens, length, tokens, parts, BLOCK)
+    sequence, start, first, finish = _part_of(cu_seqlens, length, tokens, parts, BLOCK)
     score = tl.load(per_sequence[0] + sequence)
     kl_coef = tl.load(per_sequence[1] + sequence)
     place = tl.load(places[0] + sequence)
@@ -288,7 +288,7 @@ def _shape(
 @triton.jit(do_not_specialize=["length", "tokens", "parts"])
 def _counted(mask, left_out, cu_seqlens, result, length, tokens, parts, BLOCK: tl.constexpr):
     """1 at trainable tokens of sequences that are left in."""
-    sequence, start, stop, first, end = _part_of(cu_seqlens, length, tokens, parts, BLOCK)
+    sequence, _, first, end = _part_of(cu_seqlens, length, tokens, parts, BLOCK)
     kept = tl.load(left_out + sequence) == 0
     for begin in tl.range(first, end, BLOCK):
         token = begin + tl.arange(0, BLOCK)
