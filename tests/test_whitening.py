@@ -83,6 +83,49 @@ def test_as_trl_whitens(shift_mean: bool) -> None:
     torch.testing.assert_close(whiten(x, mask, shift_mean=shift_mean), want, rtol=1e-5, atol=1e-5)
 
 
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    return (x * mask).sum() / mask.sum()
+
+
+def by_rsqrt(x: Tensor, mask: Tensor, unbiased: bool, floor: bool) -> Tensor:
+    """TRL's, verl's, slime's and NeMo-RL's GAE's (variance + eps); OpenRLHF's and NeMo-RL's REINFORCE++'s (population, at least eps)."""
+    mean = masked_mean(x, mask)
+    variance = masked_mean((x - mean) ** 2, mask)
+    if unbiased:
+        variance = variance * mask.sum() / (mask.sum() - 1)
+    return (x - mean) * (variance.clamp(min=1e-8) if floor else variance + 1e-8).rsqrt()
+
+
+def by_std(x: Tensor, mask: Tensor, eps: float) -> Tensor:
+    """AReaL's Normalization of a batch, in float64."""
+    count = mask.sum()
+    mean = (x * mask).sum() / count
+    std = (((x * mask - mean * mask) ** 2).sum() / (count - 1)).sqrt()
+    return ((x - mean) * mask) / (std + eps)
+
+
+PROJECTS: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] = {
+    "trl, verl, slime, nemo-rl": ({}, lambda x, mask: by_rsqrt(x, mask, True, False)),
+    "openrlhf, nemo-rl reinforce++": ({"unbiased": False, "eps_at": "floor"}, lambda x, mask: by_rsqrt(x, mask, False, True)),
+    "openrlhf no_std_norm": ({"scale": False}, lambda x, mask: x - masked_mean(x, mask)),
+    "areal": ({"eps_at": "outside", "eps": 1e-5}, lambda x, mask: by_std(x, mask, 1e-5)),
+}
+
+
+@pytest.mark.parametrize("spread", [2.0, 1e-4])
+@pytest.mark.parametrize("project", PROJECTS)
+def test_as_each_project_whitens(project: str, spread: float) -> None:
+    """With a spread at which it shows where eps enters."""
+    definition, behaviour = PROJECTS[project]
+    x = torch.randn(6, 9, dtype=torch.float64) * spread + 1
+    mask = (torch.rand(6, 9) < 0.7).double()
+    found = whiten(x, mask, **definition)
+    torch.testing.assert_close(found, behaviour(x, mask) * mask, rtol=1e-7, atol=1e-9)
+    others = [whiten(x, mask, **other) for other, _ in PROJECTS.values() if other != definition]
+    if spread < 1e-3:
+        assert all(float((found - other).abs().max()) > 1e-3 for other in others)
+
+
 @pytest.mark.parametrize("layout", ["rows", "transposed", "every other", "expanded", "three dimensions"])
 def test_layouts(backend: str, layout: str) -> None:
     base = torch.randn(8, 12)

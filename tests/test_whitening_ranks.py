@@ -11,7 +11,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor, distributed
 
-from rlhf_scan import InputError, whiten
+from rlhf_scan import InputError, reinforce_plus_plus, whiten
 from rlhf_scan.whitening import statistics
 
 DEFINITIONS: list[dict[str, Any]] = [{}, {"shift_mean": False}, {"unbiased": False, "eps_at": "floor"}, {"scale": False}]
@@ -56,6 +56,9 @@ def rank_main(rank: int, ranks: int, folder: str) -> None:
         whiten(spoilt, process_group=world, validate="full")
     except InputError as error:
         results["error"] = str(error)
+    # Groups lie whole on a rank.
+    mine = torch.arange(100) // 10 % ranks == rank
+    results["reinforce_plus_plus"] = reinforce_plus_plus(x[mine], torch.arange(100)[mine] // 5, process_group=world).advantages
     # A group that this rank may not be in.
     pair = distributed.new_group([0, 1])
     results["pair"] = whiten(x[rank::ranks], process_group=pair) if rank < 2 else None
@@ -117,6 +120,15 @@ def test_a_number_that_is_not_finite_reaches_all_and_all_raise(outcome: list[dic
         assert bool(result["nan"].isnan().all())
     assert all("on another rank" in result["error"] for result in outcome[:-1])
     assert "got nan at [7]" in outcome[-1]["error"]
+
+
+def test_reinforce_plus_plus_over_the_ranks(outcome: list[dict[str, Any]]) -> None:
+    x, _ = batch()
+    want = reinforce_plus_plus(x, torch.arange(100) // 5).advantages
+    for rank, result in enumerate(outcome):
+        torch.testing.assert_close(
+            result["reinforce_plus_plus"], want[torch.arange(100) // 10 % len(outcome) == rank], rtol=1e-6, atol=1e-6
+        )
 
 
 def test_a_group_of_some_ranks(outcome: list[dict[str, Any]]) -> None:

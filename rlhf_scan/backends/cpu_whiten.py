@@ -42,7 +42,12 @@ def apply(x: Tensor, mask: Tensor | None, statistics: Tensor, whitening: Whiteni
     shift, factor, offset = _shift_factor_offset(statistics, whitening)
     result = torch.empty(len(x), dtype=torch.float64 if torch.float64 in (x.dtype, dtype) else torch.float32)
     written = result.numpy()
-    _spread(lambda first, end: _whiten(numbers, live, written, shift, factor, offset, first, end), -(-len(numbers) // BLOCK))
+
+    def work(first: int, end: int) -> None:
+        part = slice(first * BLOCK, end * BLOCK)
+        _whiten(numbers[part], live[part], written[part], shift, factor, offset)
+
+    _spread(work, -(-len(numbers) // BLOCK))
     return result.to(dtype)
 
 
@@ -85,25 +90,57 @@ def _spread(work: Callable[[int, int], None], blocks: int) -> None:
 @numba.njit(nogil=True, cache=True)
 def _block_statistics(numbers: Array, live: Array, parts: Array, first: int, end: int) -> None:
     """Count, mean and M2 of each block. Deviations are taken from one of its numbers, then from the mean: equal numbers deviate by 0."""
-    masked = len(live) > 0
+    deviations = np.empty(BLOCK)
     for block in range(first, end):
         start, stop = block * BLOCK, min((block + 1) * BLOCK, len(numbers))
-        near = 0.0
-        for t in range(start, stop):
-            if not masked or live[t]:
-                near = np.float64(numbers[t])
-                break
-        count, total = 0, 0.0
-        for t in range(start, stop):
-            used = not masked or live[t]
-            count += used
-            total += np.float64(numbers[t]) - near if used else 0.0
-        mean = total / max(count, 1)
-        m2 = 0.0
-        for t in range(start, stop):
-            deviation = np.float64(numbers[t]) - near - mean if not masked or live[t] else 0.0
-            m2 += deviation * deviation
-        parts[block, 0], parts[block, 1], parts[block, 2] = count, near + mean, m2
+        used = live[start:stop]
+        count, near = _deviations_from_one(numbers[start:stop], used, deviations)
+        mean = _sum(deviations[: stop - start]) / max(count, 1)
+        parts[block, 0], parts[block, 1], parts[block, 2] = count, near + mean, _squares(deviations[: stop - start], used, mean)
+
+
+@numba.njit(nogil=True, cache=True)
+def _deviations_from_one(numbers: Array, live: Array, deviations: Array) -> tuple[int, float]:
+    """How many numbers are trainable, and the first of these, from which the others' deviations are taken; those of the rest are 0."""
+    if len(live) == 0:
+        near = np.float64(numbers[0])
+        for t in range(len(numbers)):
+            deviations[t] = np.float64(numbers[t]) - near
+        return len(numbers), near
+    near = np.float64(0.0)
+    for t in range(len(numbers)):
+        if live[t]:
+            near = np.float64(numbers[t])
+            break
+    count = 0
+    for t in range(len(numbers)):
+        # Loaded whatever the mask says, so that the loop has no branch.
+        deviation = np.float64(numbers[t]) - near
+        deviations[t] = deviation if live[t] else 0.0
+        count += live[t]
+    return count, near
+
+
+# Several sums side by side, always the same way.
+@numba.njit(nogil=True, cache=True, fastmath={"reassoc"})
+def _sum(deviations: Array) -> float:
+    total = 0.0
+    for t in range(len(deviations)):
+        total += deviations[t]
+    return total
+
+
+@numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract"})
+def _squares(deviations: Array, live: Array, mean: float) -> float:
+    m2 = 0.0
+    if len(live) == 0:
+        for t in range(len(deviations)):
+            m2 += (deviations[t] - mean) ** 2
+    else:
+        for t in range(len(deviations)):
+            deviation = deviations[t] - mean
+            m2 += deviation * deviation if live[t] else 0.0
+    return m2
 
 
 @numba.njit(nogil=True, cache=True)
@@ -122,11 +159,11 @@ def _merge(parts: Array, merged: Array) -> None:
 
 
 @numba.njit(nogil=True, cache=True)
-def _whiten(numbers: Array, live: Array, written: Array, shift: float, factor: float, offset: float, first: int, end: int) -> None:
-    start, stop = first * BLOCK, min(end * BLOCK, len(numbers))
+def _whiten(numbers: Array, live: Array, written: Array, shift: float, factor: float, offset: float) -> None:
     if len(live) == 0:
-        for t in range(start, stop):
+        for t in range(len(numbers)):
             written[t] = (np.float64(numbers[t]) - shift) * factor + offset
     else:
-        for t in range(start, stop):
-            written[t] = (np.float64(numbers[t]) - shift) * factor + offset if live[t] else 0.0
+        for t in range(len(numbers)):
+            number = (np.float64(numbers[t]) - shift) * factor + offset
+            written[t] = number if live[t] else 0.0
