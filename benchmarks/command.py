@@ -101,15 +101,11 @@ def _groups(text: str) -> tuple[str, ...]:
 
 
 def _among(known: Sequence[str], text: str) -> tuple[str, ...]:
-    """Names by commas; one of ours may hold a comma itself."""
-    found, rest = [], text.strip()
-    while rest:
-        name = max((name for name in known if rest == name or rest.startswith(f"{name},")), key=len, default=None)
-        if name is None:
-            raise argparse.ArgumentTypeError(f"must be names among {', '.join(known)}, got {rest!r}")
-        found.append(name)
-        rest = rest[len(name) :].lstrip(", ")
-    return tuple(found)
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"must be names among {', '.join(known)}, by commas, got {name!r}")
+    return names
 
 
 def _log(line: str) -> None:

@@ -88,7 +88,7 @@ def _share(works: Works) -> Measured | None:
     if None in rows:
         return None
     least = min(row["share"] for row in rows if row)
-    kept = [row["share"] for work in works if (row := row_of(work, "ours, map kept"))]
+    kept = [row["share"] for work in works if (row := row_of(work, "ours (map kept)"))]
     return Measured(least, f"{least:.0%}" + (f" (map kept: {min(kept):.0%})" if kept else ""))
 
 

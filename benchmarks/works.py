@@ -22,7 +22,7 @@ ESTIMATORS = (
     "eligibility_traces",
     "episodic_cumsum",
 )
-OURS = ("ours", "ours, map kept")
+OURS = ("ours", "ours (map kept)")
 DISCOUNTED = {"gamma": 0.99, "lam": 0.95}
 
 

@@ -1,4 +1,4 @@
-"""The command line: `rlhf-scan compute | serve | doctor | demo`."""
+"""The command line: `rlhf-scan compute | serve | doctor | demo | bench`."""
 
 from __future__ import annotations
 
@@ -104,6 +104,14 @@ def demo() -> None:
     with _needs("server"):
         from .demo import main as run_demo
     run_demo()
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def bench(context: typer.Context) -> None:
+    """Time every estimator and its peers here; `rlhf-scan bench --help` lists the options."""
+    from rlhf_scan.benchmarks.command import main as run_benchmarks
+
+    run_benchmarks(context.args, "rlhf-scan bench")
 
 
 @contextmanager

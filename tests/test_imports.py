@@ -17,7 +17,8 @@ from rlhf_scan import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
 DOORS = ("server", "ray_actors", "integrations")
-SOURCES = sorted(path for folder in ("rlhf_scan", *DOORS) for path in (ROOT / folder).rglob("*.py"))
+MAPPED = (*DOORS, "benchmarks")  # folders that the wheel holds inside rlhf_scan
+SOURCES = sorted(path for folder in ("rlhf_scan", *MAPPED) for path in (ROOT / folder).rglob("*.py"))
 # What `import rlhf_scan` must do without, on top of the standard library: everything but torch.
 OPTIONAL = (
     "triton",
@@ -193,7 +194,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     folder = tmp_path_factory.mktemp("wheel")
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     names = listed.stdout.splitlines() if listed.returncode == 0 else [str(p.relative_to(ROOT)) for p in ROOT.rglob("*") if p.is_file()]
-    wanted = ("rlhf_scan", *DOORS, "pyproject.toml", "README.md", "LICENSE")
+    wanted = ("rlhf_scan", *MAPPED, "pyproject.toml", "README.md", "LICENSE")
     for name in names:
         if name.split("/")[0] in wanted and "__pycache__" not in name and (ROOT / name).exists():
             target = folder / "source" / name

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_scan.integrations import trl_block
-
 from ..batches import Batch
 from ..works import Work
 from . import Prepared, Provider, register
@@ -21,6 +19,8 @@ GAE = frozenset({"gae"})
 
 def trl(batch: Batch) -> Prepared:
     """The statements of `PPOTrainer.train` that our callback replaces; the whitening after them stays TRL's and is not timed."""
+    from rlhf_scan.integrations import trl_block
+
     recursion, _ = trl_block.recursion()
     batch = batch.rows()
     args = SimpleNamespace(**{"gamma": 1.0, "lam": 0.95, **batch.rates})
@@ -58,7 +58,7 @@ register(
         GAE,
         refuses,
         loop=True,
-        about=f"the recursion of `PPOTrainer`'s advantage block, from {trl_block.recursion()[1]}",
+        about="the recursion of `PPOTrainer`'s advantage block",
     )
 )
 register(

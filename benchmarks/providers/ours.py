@@ -43,6 +43,6 @@ def same_pack(batch: Batch) -> Prepared:
 register(Provider("ours", new_pack, absent, about="boundaries new to every call"))
 register(
     Provider(
-        "ours, map kept", same_pack, absent, queued=True, about="the same `Segments` in every call: the map of its tiles is there already"
+        "ours (map kept)", same_pack, absent, queued=True, about="the same `Segments` in every call: the map of its tiles is there already"
     )
 )
