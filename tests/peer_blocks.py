@@ -1,7 +1,8 @@
 """What six trainers compute between the log-probabilities and the advantages, each as a plain loop over tokens in float64.
 
 The loops are written from the trainers' behaviour and share nothing with the library; tests/test_peer_blocks.py holds them against the trainers' own
-functions where those can be had, tests/test_presets.py holds the presets against them. A keyword's default is that trainer's own default.
+functions where those can be had, tests/test_presets.py holds the presets against them. A keyword's default is that trainer's own default
+(`whiten=False`, which TRL, verl and OpenRLHF do not offer, leaves out the last step).
 
 Tokens are those of the response, t = 0 the first. A trainer that stores whole sequences is spoken of in the same terms.
 """
@@ -52,6 +53,7 @@ def trl(
     lam: float = 0.95,
     whiten_rewards: bool = False,
     missing_eos_penalty: float = 0.0,
+    whiten: bool = True,
 ) -> Block:
     """TRL 1.12.0, trl/experimental/ppo/ppo_trainer.py, steps 3 to 6 of `PPOTrainer.train`. It knows no tool tokens.
 
@@ -77,10 +79,12 @@ def trl(
             advantage = block.rewards[row, t] + gamma * next_value - value + gamma * lam * advantage
             next_value = value
             block.advantages[row, t], block.returns[row, t] = advantage, advantage + value
-    return _whitened(block, rollout.mask, lambda mean, variance, x: (x - mean) / math.sqrt(variance + 1e-8))
+    return _whitened(block, rollout.mask, lambda mean, variance, x: (x - mean) / math.sqrt(variance + 1e-8)) if whiten else block
 
 
-def verl(rollout: Rollout, *, kl_estimator: str = "k1", kl_coef: float = 0.0, gamma: float = 1.0, lam: float = 1.0) -> Block:
+def verl(
+    rollout: Rollout, *, kl_estimator: str = "k1", kl_coef: float = 0.0, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True
+) -> Block:
     """verl 0.9.1: `assemble_rm_scores` (experimental/reward_loop/reward_manager/base.py), then of trainer/ppo `apply_kl_penalty`
     (ray_trainer.py), `kl_penalty_forward` and `compute_gae_advantage_return` (core_algos.py).
 
@@ -103,7 +107,7 @@ def verl(rollout: Rollout, *, kl_estimator: str = "k1", kl_coef: float = 0.0, ga
                 advantage = block.rewards[row, t] + gamma * next_value - value + gamma * lam * advantage
                 next_value = value
                 block.advantages[row, t], block.returns[row, t] = advantage, advantage + value
-    return _whitened(block, rollout.mask, lambda mean, variance, x: (x - mean) / math.sqrt(variance + 1e-8))
+    return _whitened(block, rollout.mask, lambda mean, variance, x: (x - mean) / math.sqrt(variance + 1e-8)) if whiten else block
 
 
 def openrlhf(
@@ -115,6 +119,7 @@ def openrlhf(
     lam: float = 1.0,
     score_clip: tuple[float, float] = (-10.0, 10.0),
     scale: bool = True,
+    whiten: bool = True,
 ) -> Block:
     """OpenRLHF 0.11.2: `compute_approx_kl` and `compute_reward` (models/utils.py), `get_advantages_and_returns` and the normalisation of
     `compute_advantages_and_returns` (trainer/ppo_utils/experience_maker.py). `scale=False` is its --algo.advantage.no_std_norm.
@@ -136,9 +141,13 @@ def openrlhf(
             advantage = block.rewards[row, t] + gamma * next_value - value + gamma * lam * advantage
             next_value = value
             block.advantages[row, t], block.returns[row, t] = advantage, advantage + value
-    return _whitened(
-        block, rollout.mask, lambda mean, variance, x: (x - mean) / (math.sqrt(max(variance, 1e-8)) if scale else 1.0), unbiased=False
-    )
+    if not whiten:
+        return block
+
+    def apply(mean: float, variance: float, x: float) -> float:
+        return (x - mean) / (math.sqrt(max(variance, 1e-8)) if scale else 1.0)
+
+    return _whitened(block, rollout.mask, apply, unbiased=False)
 
 
 def nemo_rl(
@@ -177,9 +186,7 @@ def nemo_rl(
             for_return = delta + gamma * lam_returns * for_return
             next_value = value
             block.advantages[row, t], block.returns[row, t] = advantage, for_return + value
-    if not whiten:
-        return block
-    return _whitened(block, rollout.mask, lambda mean, variance, x: (x - mean) / math.sqrt(variance + 1e-8))
+    return _whitened(block, rollout.mask, lambda mean, variance, x: (x - mean) / math.sqrt(variance + 1e-8)) if whiten else block
 
 
 def slime(
@@ -202,9 +209,7 @@ def slime(
             advantage = block.rewards[row, t] + gamma * next_value - value + gamma * lam * advantage
             next_value = value
             block.advantages[row, t], block.returns[row, t] = advantage, advantage + value
-    if not whiten:
-        return block
-    return _whitened(block, rollout.mask, lambda mean, variance, x: (x - mean) / math.sqrt(variance + 1e-8))
+    return _whitened(block, rollout.mask, lambda mean, variance, x: (x - mean) / math.sqrt(variance + 1e-8)) if whiten else block
 
 
 def areal(
@@ -242,9 +247,7 @@ def areal(
                 advantage = block.rewards[row, t] + gamma * next_value - value + gamma * lam * advantage
                 next_value = value
                 block.advantages[row, t], block.returns[row, t] = advantage, advantage + value
-    if not whiten:
-        return block
-    return _whitened(block, rollout.mask, lambda mean, variance, x: (x - mean) / (math.sqrt(variance) + 1e-5))
+    return _whitened(block, rollout.mask, lambda mean, variance, x: (x - mean) / (math.sqrt(variance) + 1e-5)) if whiten else block
 
 
 BLOCKS: dict[str, Callable[..., Block]] = {

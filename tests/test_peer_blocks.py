@@ -11,74 +11,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from peer_blocks import BLOCKS, Rollout
+from peer_blocks import BLOCKS
+from peer_options import cases
 from peer_projects import PROJECTS
 from peer_rollouts import rollout
 
-OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "trl": [
-        {},
-        {"kl_estimator": "k3", "kl_coef": 0.3, "gamma": 0.9, "lam": 0.8},
-        {"whiten_rewards": True, "kl_coef": 0.2},
-        {"missing_eos_penalty": 1.5},
-    ],
-    "verl": [
-        {},
-        {"kl_coef": 0.2, "gamma": 0.9, "lam": 0.8},
-        {"kl_estimator": "k2", "kl_coef": 0.1, "lam": 0.95},
-        {"kl_estimator": "abs", "kl_coef": 0.1},
-        {"kl_estimator": "k3", "kl_coef": 0.1, "lam": 0.9},
-    ],
-    "openrlhf": [
-        {},
-        {"kl_coef": 0.2, "gamma": 0.9, "lam": 0.8, "score_clip": (-1.0, 0.5)},
-        {"kl_estimator": "k2", "kl_coef": 0.1, "lam": 0.95},
-        {"kl_estimator": "k3", "kl_coef": 0.1, "scale": False},
-        {"kl_coef": -1.0},
-    ],
-    "nemo-rl": [
-        {},
-        {"kl_coef": 0.2, "gamma": 0.9, "lam": 0.8},
-        {"kl_estimator": "k1", "kl_coef": 0.1},
-        {"kl_estimator": "k2", "kl_coef": 0.1, "whiten": False},
-        {"lam_policy": 0.9, "lam_value": 1.0},
-        {"length_adaptive_alpha": 0.4, "lam_value": 1.0},
-        {"length_adaptive_alpha": 0.05},
-    ],
-    "slime": [
-        {},
-        {"kl_coef": 0.2, "gamma": 0.9, "lam": 0.8, "whiten": True},
-        {"kl_estimator": "k2", "kl_coef": 0.1, "whiten": True},
-        {"kl_estimator": "k3", "kl_coef": 0.1},
-        {"kl_estimator": "low_var_kl", "kl_coef": 0.1, "lam": 0.95},
-    ],
-    "areal": [
-        {},
-        {"kl_coef": 0.2, "gamma": 0.9, "lam": 0.8, "whiten": True},
-        {"kl_estimator": "k2", "score_bias": -0.5, "score_scale": 10.0, "lam": 0.95},
-        {"kl_estimator": "k3", "score_clip": 1.0, "zero_without_eos": True, "whiten": True},
-    ],
-}
 FLOAT64 = ("trl", "verl", "nemo-rl")
-CASES = [pytest.param(name, options, id=f"{name}-{i}") for name, many in OPTIONS.items() for i, options in enumerate(many)]
-
-
-def rollout_for(name: str, seed: int, spread: float, size: float) -> Rollout:
-    """What the trainer can be given: TRL knows no tools, slime no empty response."""
-    return rollout(seed, tools=name != "trl", empty=name != "slime", spread=spread, size=size)
 
 
 # Usual numbers; some beyond every clamp; and so small that what is added to the variance shows.
 @pytest.mark.parametrize(("spread", "size"), [(0.3, 1.0), (12.0, 10.0), (1e-4, 5e-5)])
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("name", "options"), CASES)
+@pytest.mark.parametrize(("name", "options"), cases())
 def test_loop_is_what_the_project_computes(name: str, options: dict[str, Any], seed: int, spread: float, size: float) -> None:
     estimator = options.get("kl_estimator")
     overflows = spread > 1 and estimator == "k3" and name in ("trl", "slime")
     cancels = spread < 1e-3 and estimator in ("k3", "low_var_kl") and name not in FLOAT64
     if overflows or cancels:
         pytest.skip("exp(x) - 1 - x keeps too few digits, x being as large, or in float32 as small, as that")
-    batch = rollout_for(name, seed, spread, size)
+    batch = rollout(seed, tools=name != "trl", empty=name != "slime", spread=spread, size=size)
     theirs, ours = PROJECTS[name](batch, **options), BLOCKS[name](batch, **options)
     response = np.arange(batch.mask.shape[1]) < batch.lengths[:, None]
     steps = np.arange(batch.mask.shape[1]) <= batch.lengths[:, None] if name == "trl" else batch.mask
