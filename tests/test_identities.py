@@ -234,10 +234,14 @@ def test_vtrace_is_a_linear_scan(rollout: Rollout) -> None:
     close(found.advantages, rho * (rollout.rewards + 0.9 * rollout.after(targets) - rollout.values))
 
 
-def test_retrace_is_a_linear_scan(rollout: Rollout) -> None:
+@pytest.mark.parametrize("bars", ["number", "token"])
+def test_retrace_is_a_linear_scan(rollout: Rollout, bars: str) -> None:
     q_values, expected = rollout.values, torch.where(rollout.terminated, 0.0, rollout.bootstrap)
     ratio = (rollout.target - rollout.behavior).exp()
-    rho, next_c = ratio.clamp(max=1.5), rollout.next(ratio.clamp(max=0.8))
+    rho_bar, c_bar = torch.full_like(ratio, 1.5), torch.full_like(ratio, 0.8)
+    if bars == "token":
+        rho_bar, c_bar = rollout.values.abs(), rollout.rewards.abs()
+    rho, next_c = ratio.minimum(rho_bar), rollout.next(ratio.minimum(c_bar))
     deltas = rollout.rewards + 0.9 * expected - q_values
     targets = q_values + rollout.scan(deltas, 0.9 * 0.7 * next_c)
     found = rlhf_scan.retrace(
@@ -248,8 +252,8 @@ def test_retrace_is_a_linear_scan(rollout: Rollout) -> None:
         rollout.target,
         gamma=0.9,
         lam=0.7,
-        rho_bar=1.5,
-        c_bar=0.8,
+        rho_bar=rho_bar if bars == "token" else 1.5,
+        c_bar=c_bar if bars == "token" else 0.8,
         **rollout.cuts,
     )
     close(found.targets, targets)

@@ -12,10 +12,10 @@ import pytest
 import torch
 from service import JSON, SAFETENSORS, running, wait_until
 
-from rlhf_scan import CreditRequest, EngineError, InputError, LocalEngine
+from rlhf_scan import CreditRequest, EngineError, LocalEngine
 from rlhf_scan.estimators import estimator, register, served, unregister
 from rlhf_scan.rollout import request_to_bytes, result_from_bytes
-from rlhf_scan.server import HttpEngine, Settings, create_app
+from rlhf_scan.server import HttpEngine, Settings
 
 OPS = [entry.name for entry in served()]
 FORMATS = ("application/x-safetensors", "application/json")
@@ -285,24 +285,3 @@ def test_metrics_count_requests_tokens_and_time() -> None:
     assert 'rlhf_scan_requests_total{op="unknown",status="404"} 1.0' in lines
     assert 'rlhf_scan_tokens_total{op="gae"} 4.0' in lines
     assert 'rlhf_scan_request_seconds_count{op="gae"} 3.0' in lines
-
-
-def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RLHF_SCAN_PORT", "1234")
-    monkeypatch.setenv("RLHF_SCAN_MAX_BODY_BYTES", "99")
-    monkeypatch.setenv("RLHF_SCAN_BODY_SECONDS", "1.5")
-    monkeypatch.setenv("RLHF_SCAN_WARM", "gae, vtrace,")
-    settings = Settings.from_environment(port=4321)
-    assert settings == Settings(port=4321, max_body_bytes=99, body_seconds=1.5, warm="gae, vtrace,")
-    assert settings.warm_ops == ("gae", "vtrace")
-    monkeypatch.setenv("RLHF_SCAN_PORT", "http")
-    with pytest.raises(InputError, match="RLHF_SCAN_PORT must be of type int, got 'http'"):
-        create_app()
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"port": 70000}, {"threads": 0}, {"queue": -1}, {"backend": "gpu"}, {"body_seconds": float("nan")}, {"warm": "gae,gea"}]
-)
-def test_settings_that_cannot_be_used(wrong: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=next(iter(wrong))):
-        Settings(**wrong)
