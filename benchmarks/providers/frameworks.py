@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Collection
+from functools import lru_cache
+from importlib import util
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +16,8 @@ from torch import Tensor
 from ..batches import Batch
 from ..works import Work
 from . import Prepared, Provider, register
-from .peers import importable, imported
+from .peers import on_path
 
-VERL = "verl.trainer.ppo.core_algos"
 GAE = frozenset({"gae"})
 
 
@@ -30,7 +34,7 @@ def trl(batch: Batch) -> Prepared:
 
 def verl(batch: Batch) -> Prepared:
     """`compute_gae_advantage_return`. It whitens the advantages too (below 1 % of its time), so the returns are what is compared."""
-    block = imported(VERL).compute_gae_advantage_return
+    block = _verl_block()
     batch = batch.rows()
     rewards, values = batch.tensors["rewards"], batch.tensors["values"]
     mask = torch.ones_like(rewards)
@@ -41,6 +45,40 @@ def verl(batch: Batch) -> Prepared:
         return found  # type: ignore[no-any-return]
 
     return Prepared(run, lambda found: {"returns": found[1]})
+
+
+@lru_cache(maxsize=1)
+def _verl_block() -> Any:
+    """From the source of verl, which imports Ray and more as a whole."""
+    root = _verl_root()
+    if root is None:
+        raise ModuleNotFoundError("verl is not installed")
+    whitening = ("masked_sum", "masked_mean", "masked_var", "masked_whiten")
+    functional = SimpleNamespace(**_functions(root / "utils" / "torch_functional.py", whitening, {}))
+    name = "compute_gae_advantage_return"
+    return _functions(root / "trainer" / "ppo" / "core_algos.py", (name,), {"verl_F": functional})[name]
+
+
+def _functions(file: Path, names: Collection[str], known: dict[str, Any]) -> dict[str, Any]:
+    """Functions of a module by themselves, without their decorators."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    wanted = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
+    for node in wanted:
+        node.decorator_list = []
+    scope = {"torch": torch, **known}
+    exec(compile(ast.Module([*wanted], []), str(file), "exec"), scope)
+    return {name: scope[name] for name in names}
+
+
+def _verl_root() -> Path | None:
+    on_path()
+    found = util.find_spec("verl")
+    return Path(found.origin).parent if found is not None and found.origin is not None else None
+
+
+def verl_is_absent(device: str) -> str | None:
+    """Its source is enough."""
+    return "verl is not installed; run scripts/fetch_peers.py" if _verl_root() is None else None
 
 
 def refuses(work: Work) -> str | None:
@@ -65,7 +103,7 @@ register(
     Provider(
         "verl",
         verl,
-        lambda device: importable(VERL),
+        verl_is_absent,
         GAE,
         refuses,
         loop=True,
