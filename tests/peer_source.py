@@ -1,29 +1,31 @@
 """Runs functions of other projects taken out of their source files, so that nothing else of those projects has to be there.
 
-A project is looked for in the folder peers/<name> at the root (which git ignores: a checkout, or `pip install --no-deps --target peers/verl
-verl==0.9.1`), then among the installed packages.
+A project is looked for as a checkout peers/<name>, as a package in peers/site (`pip install --no-deps --target peers/site verl==0.9.1`), then among
+the installed packages. RLHF_SCAN_PEERS names another folder than peers/ at the root, which git ignores.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-PEERS = Path(__file__).parents[1] / "peers"
+PEERS = Path(os.environ.get("RLHF_SCAN_PEERS", Path(__file__).parents[1] / "peers"))
 
 
 def root(project: str, package: str) -> Path:
     """The folder that holds the project's package; skips the test where there is none."""
-    if (PEERS / project / package).is_dir():
-        return PEERS / project
+    for folder in (PEERS / project, PEERS / "site"):
+        if (folder / package).is_dir():
+            return folder
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        pytest.skip(f"{project} is neither in peers/{project} nor installed")
+        pytest.skip(f"{project} is neither in {PEERS.name}/{project} or {PEERS.name}/site nor installed")
     return Path(next(iter(spec.submodule_search_locations))).parent
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from peer_blocks import BLOCKS
+from peer_blocks import BLOCKS, Rollout
 from peer_options import cases
 from peer_projects import PROJECTS
 from peer_rollouts import rollout
@@ -39,3 +39,39 @@ def test_loop_is_what_the_project_computes(name: str, options: dict[str, Any], s
         if np.isnan(expected).all():
             continue  # the project does not hand this one out
         np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max(), err_msg=output)
+
+
+# What docs/presets.md says of the projects themselves. NeMo-RL's own loop raises before it gets to this function without tokens.
+TOO_FEW: dict[str, dict[int, float | type[Exception]]] = {
+    "trl": {0: ValueError, 1: np.nan},
+    "verl": {0: ValueError, 1: ValueError},
+    "openrlhf": {0: np.nan, 1: 0.0},
+    "nemo-rl": {1: np.nan},
+    "slime": {0: ValueError, 1: 0.0},
+    "areal": {0: 0.0, 1: 0.0},
+}
+
+
+@pytest.mark.parametrize(("name", "tokens"), [(name, tokens) for name, known in TOO_FEW.items() for tokens in known])
+def test_what_the_project_makes_of_too_few_tokens(name: str, tokens: int) -> None:
+    lengths = np.array([tokens, 0]) if name == "trl" else np.array([3, 2])  # trl has no tool tokens to fill up with
+    mask = np.zeros((2, 3), bool)
+    mask[0, :tokens] = True
+    logprobs, ref_logprobs, values = np.random.default_rng(0).standard_normal((3, 2, 3))
+    batch = Rollout(logprobs, ref_logprobs, values, np.ones(2), mask, lengths, np.array([tokens > 0, False]), np.zeros(2))
+    options = {"whiten": True} if name in ("slime", "areal") else {}
+    outcome = TOO_FEW[name][tokens]
+    if isinstance(outcome, type):
+        with pytest.raises(outcome):
+            PROJECTS[name](batch, **options)
+    else:
+        np.testing.assert_allclose(PROJECTS[name](batch, **options).advantages[0, 0], outcome, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["verl", "openrlhf", "nemo-rl", "areal"])
+def test_nan_at_a_tool_token_spreads_in_the_project(name: str) -> None:
+    batch = rollout(0)
+    tool = ~batch.mask & (np.arange(batch.mask.shape[1]) < batch.lengths[:, None])
+    poisoned = {part: np.where(tool, np.nan, getattr(batch, part)) for part in ("logprobs", "ref_logprobs", "values")}
+    theirs = PROJECTS[name](Rollout(**(vars(batch) | poisoned)), kl_coef=0.1)
+    assert np.isnan(theirs.advantages[batch.mask]).any()
