@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,28 @@ BOUNDARIES = ("ends_at", "starts_at")
 BACKENDS = ("auto", "triton", "cpu", "reference")
 
 Rate = float | Tensor
+
+
+class Tensors(NamedTuple):
+    """What differs between calls with the same shapes, dtypes and options. Contiguous.
+
+    Attributes:
+        inputs: the estimator's inputs.
+        rates: those of the channels that run, one channel after the other.
+        flags: mask, terminated, truncated.
+        bootstrap: the value after the end.
+        cu_seqlens: of a pack.
+    """
+
+    inputs: tuple[Tensor, ...]
+    rates: tuple[Rate, ...]
+    flags: tuple[Tensor | None, Tensor | None, Tensor | None]
+    bootstrap: Tensor | None
+    cu_seqlens: Tensor | None
+
+
+# Takes tensors in any shape that has their number of entries; gives one tensor per output, in the shape of the first input.
+Solver = Callable[[Tensors], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -48,6 +71,12 @@ class Call:
     bootstrap: Tensor | None
     starts: bool
     dtype: torch.dtype
+
+    @property
+    def tensors(self) -> Tensors:
+        """All of them."""
+        rates = tuple(rate for channel in self.rates for rate in channel)
+        return Tensors(self.inputs, rates, (self.mask, self.terminated, self.truncated), self.bootstrap, self.cu_seqlens)
 
     @property
     def tokens(self) -> int:

@@ -9,8 +9,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from . import checks
-from .call import BACKENDS, BOUNDARIES, MASK_MODES, Call, channel_rates
+from . import checks, repeats
+from .call import BACKENDS, BOUNDARIES, MASK_MODES, Call, Solver, channel_rates
 from .contents import check_contents
 from .errors import BackendError
 from .estimators import Estimator, estimator
@@ -28,6 +28,10 @@ class Backend(Protocol):
 
     def run(self, call: Call) -> list[Tensor]:
         """One [N] tensor of ``call.dtype`` per output."""
+        ...
+
+    def prepare(self, call: Call) -> Solver | None:
+        """What runs every call with the shapes, dtypes and options of `call`, which it does not keep; None if `run` is as fast."""
         ...
 
     def expectation(self, values: Tensor, probabilities: Tensor, dtype: torch.dtype) -> Tensor:
@@ -83,6 +87,14 @@ def estimate(
     """
     op = op or name
     entry = estimator(name)
+    names = *tensors, "mask", "terminated", "truncated", "bootstrap", *rates
+    given = *tensors.values(), mask, terminated, truncated, bootstrap, *rates.values()
+    key = None
+    if validate == "shapes" and not repeats.intercepted():
+        key = repeats.key_of((entry, op, masked, boundary, dtype, backend, *names), given, segments)
+        repeated = None if key is None else repeats.run(key, given, segments)
+        if repeated is not None:
+            return tuple(repeated)
     checks.check_option(op, "backend", backend, BACKENDS)
     checks.check_option(op, "masked", masked, MASK_MODES)
     checks.check_option(op, "boundary", boundary, BOUNDARIES)
@@ -114,7 +126,13 @@ def estimate(
     )
     if validate == "full":
         check_contents(layout, call, {key: rate for key, rate in resolved.items() if isinstance(rate, Tensor)}, tensors)
-    outputs = _through_op(call, list(resolved.values()), chosen)
+    outputs: Sequence[Tensor]
+    if key is None:
+        outputs = _through_op(call, list(resolved.values()), chosen)
+    else:
+        outputs, solve = _directly(call, chosen)
+        if solve is not None:
+            repeats.remember(key, call, names, given, solve)
     return tuple(output.reshape(layout.shape) for output in outputs)
 
 
@@ -158,6 +176,17 @@ _library.define("expectation(Tensor values, Tensor probabilities, str backend) -
 _library.define("chosen_logprobs(Tensor probabilities, Tensor actions, str backend) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
+def _directly(call: Call, backend: str) -> tuple[Sequence[Tensor], Solver | None]:
+    """The outputs of `call`, and what its backend made to run others like it."""
+    module = backend_module(backend)
+    solve = module.prepare(call) if call.tokens else None
+    return (_run(call, module) if solve is None else solve(call.tensors)), solve
+
+
+def _run(call: Call, module: Backend) -> list[Tensor]:
+    return module.run(call) if call.tokens else _empty_outputs(call.estimator, call.inputs[0], call.dtype)
+
+
 def _through_op(call: Call, rates: Sequence[float | Tensor | None], backend: str) -> list[Tensor]:
     """Run `call` as a torch op, so that torch.compile and torch.export see one opaque node."""
     outputs: list[Tensor] = torch.ops.rlhf_scan.estimate(
@@ -198,8 +227,6 @@ def _estimate_op(
     backend: str,
 ) -> list[Tensor]:
     entry: Estimator = estimator(name)
-    if inputs[0].numel() == 0:
-        return _empty_outputs(entry, inputs[0], dtype)
     rates = [
         tensor if tensor is not None else (None if number == _NOT_GIVEN else number)
         for tensor, number in zip(rate_tensors, rate_numbers, strict=True)
@@ -219,7 +246,7 @@ def _estimate_op(
         starts=starts,
         dtype=dtype,
     )
-    return backend_module(backend).run(call)
+    return _run(call, backend_module(backend))
 
 
 def _expectation_op(values: Tensor, probabilities: Tensor, backend: str) -> Tensor:

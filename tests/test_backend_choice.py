@@ -92,11 +92,11 @@ def test_a_named_backend_is_the_one_that_runs(backend: str, monkeypatch: pytest.
     for name in ("reference", "cpu", "triton"):
         module = backend_module(name)
 
-        def run(call: Any, name: str = name, original: Any = module.run) -> Any:
+        def prepare(call: Any, name: str = name, original: Any = module.prepare) -> Any:
             ran.append(name)
             return original(call)
 
-        monkeypatch.setattr(module, "run", run)
+        monkeypatch.setattr(module, "prepare", prepare)
     rlhf_scan.gae(ROWS, ROWS, backend=backend)
     rlhf_scan.linear_scan(ROWS, ROWS, backend=backend)
     assert ran == [backend] * 2

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import device_of
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlhf_scan
 from rlhf_scan import Segments
@@ -52,29 +53,31 @@ def arguments(entry: Estimator, segments: Segments | None, backend: str, dtype: 
     }
 
 
+class Recorded(TorchDispatchMode):
+    """The library's ops that run, with their arguments. Unwatched, a call need not be an op."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace == "rlhf_scan":
+            self.calls.append((op, args))
+        return op(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize(
     ("name", "backend"),
     [*((name, "reference") for name in (*NAMES, "linear_scan", "linear_scan_reverse")), *itertools.product(SEVERAL, ("cpu", "triton"))],
 )
 @each_layout
-def test_opcheck(name: str, backend: str, segments: Segments | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opcheck(name: str, backend: str, segments: Segments | None) -> None:
     """The arguments with which the public functions call the op, through torch's own checks of it."""
-    calls: list[tuple[Any, tuple[Any, ...]]] = []
-
-    def recorded(packet: Any) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
-            calls.append((packet, given))
-            return packet(*given)
-
-        return call
-
-    for op in ("estimate", "expectation"):
-        monkeypatch.setattr(torch.ops.rlhf_scan, op, recorded(getattr(torch.ops.rlhf_scan, op)))
-    estimate(**arguments(estimator(name), segments, backend))
-    monkeypatch.undo()
-    assert len(calls) == (1 if estimator(name).expectation is None else 2)
-    for packet, given in calls:
-        torch.library.opcheck(packet.default, given)
+    with Recorded() as recorded:
+        estimate(**arguments(estimator(name), segments, backend))
+    assert len(recorded.calls) == (1 if estimator(name).expectation is None else 2)
+    for op, given in recorded.calls:
+        torch.library.opcheck(op, given)
 
 
 CALLS: dict[str, Callable[..., Any]] = {

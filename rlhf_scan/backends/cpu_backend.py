@@ -52,6 +52,10 @@ def run(call: Call) -> list[Tensor]:
     return [output.to(call.dtype) for output in outputs]
 
 
+def prepare(call: Call) -> None:
+    """Nothing: `run` it is."""
+
+
 def expectation(values: Tensor, probabilities: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum over the actions of values * probabilities, in the order of the actions."""
     number = np.float64 if dtype == torch.float64 else np.float32

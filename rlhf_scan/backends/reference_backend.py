@@ -39,6 +39,10 @@ def run(call: Call) -> list[Tensor]:
     return [output.to(call.dtype).to(device) for output in outputs]
 
 
+def prepare(call: Call) -> None:
+    """Nothing: `run` it is."""
+
+
 def expectation(values: Tensor, probabilities: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum over the actions of values * probabilities."""
     products = torch.where(probabilities != 0, values.double() * probabilities.double(), 0.0)

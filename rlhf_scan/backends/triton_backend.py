@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,16 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..call import MASK_MODES, Call, Rate, is_per_segment
+from ..call import MASK_MODES, Call, Rate, Tensors, is_per_segment
 from . import tiles, triton_carry, triton_expectation, triton_map, triton_scan, triton_steps, triton_tile
 from .formulas import compiled_formula
+from .triton_launch import Launcher, on_device_of
 
 # Places within a launch are int32 below this many tokens (a tile may reach past the last one), int64 above.
 _INT32_TOKENS = 2**31 - 2 * tiles.WIDTH
 
 # Per thread. Four programs of 256 threads on a multiprocessor keep more loads in flight than fewer with more registers: on an H200, 1024 x 16384
 # tokens took 198 us with a mask (363 without this limit) and 132 us as a pack (142).
-_REGISTERS = {torch.float32: 64, torch.float64: 128}
+_REGISTERS = {False: 64, True: 128}  # by whether arithmetic is in float64
 
 
 def why_not(device: torch.device) -> str | None:
@@ -39,16 +41,12 @@ def why_not(device: torch.device) -> str | None:
 
 def run(call: Call) -> list[Tensor]:
     """Launch the kernel over rows, or over a pack's long and then its short segments."""
-    outputs = [torch.empty(call.tokens, dtype=call.dtype, device=call.inputs[0].device) for _ in call.estimator.outputs]
-    arguments = _arguments(call)
-    if call.segments == 0:
-        return [output.zero_() for output in outputs]
-    if call.cu_seqlens is None:
-        _launch(_rows(call), call, outputs, arguments)
-    else:
-        for tile_map in triton_map.tile_maps(call.cu_seqlens, call.tokens):
-            _launch(tile_map, call, outputs, arguments)
-    return outputs
+    return prepare(call)(call.tensors)
+
+
+def prepare(call: Call) -> Callable[[Tensors], list[Tensor]]:
+    """What runs any call with the shapes, dtypes and options of `call`; it keeps no tensor of it."""
+    return _Scan(call)
 
 
 def expectation(values: Tensor, probabilities: Tensor, dtype: torch.dtype) -> Tensor:
@@ -59,10 +57,12 @@ def expectation(values: Tensor, probabilities: Tensor, dtype: torch.dtype) -> Te
     width = min(triton.next_power_of_2(actions), 128)
     rows = max(1, tiles.PROGRAM // width)
     accumulate = tl.float64 if dtype == torch.float64 else tl.float32
-    places = _strides(values) + _strides(probabilities)
-    triton_expectation.sum_of_products[(triton.cdiv(tokens, rows),)](
-        *(values, probabilities, expected, tokens, actions, shape[-1], *places, rows, width, accumulate), num_warps=4, enable_fp_fusion=True
+    launcher = Launcher(
+        triton_expectation.sum_of_products, {"ROWS": rows, "WIDTH": width, "DTYPE": accumulate}, num_warps=4, enable_fp_fusion=True
     )
+    places = _strides(values) + _strides(probabilities)
+    with on_device_of(values):
+        launcher(triton.cdiv(tokens, rows), values, probabilities, expected, tokens, actions, shape[-1], *places)
     return expected
 
 
@@ -72,16 +72,78 @@ def chosen_logprobs(probabilities: Tensor, actions: Tensor, dtype: torch.dtype) 
     tokens, block = actions.numel(), 256
     logprobs = torch.empty(tokens, dtype=dtype, device=actions.device)
     accumulate = tl.float64 if dtype == torch.float64 else tl.float32
-    places = _strides(probabilities)
-    triton_expectation.logarithm_of_chosen[(triton.cdiv(tokens, block),)](
-        *(probabilities, actions, logprobs, tokens, count, shape[-1], *places, block, accumulate), num_warps=4
-    )
+    launcher = Launcher(triton_expectation.logarithm_of_chosen, {"BLOCK": block, "DTYPE": accumulate}, num_warps=4)
+    with on_device_of(actions):
+        launcher(triton.cdiv(tokens, block), probabilities, actions, logprobs, tokens, count, shape[-1], *_strides(probabilities))
     return logprobs
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
     """Of [.., A]: from row to row, which a pack has none of, from token to token, from action to action."""
     return (0, *tensor.stride())[-3:]
+
+
+class _Scan:
+    """The launches of all calls with the same shapes, dtypes and options."""
+
+    def __init__(self, call: Call) -> None:
+        rates = call.tensors.rates
+        self.tokens, self.segments, self.length = call.tokens, call.segments, call.length or 0
+        self.outputs = len(call.estimator.outputs)
+        self.dtype = call.dtype
+        self.channels = len(call.rates)
+        # Triton passes floats in float32: where float64 arithmetic needs a number in full it travels as a tensor.
+        self.exact = call.compute_dtype == torch.float64
+        self.numbers_alone = not self.exact and not any(isinstance(rate, Tensor) for rate in rates)
+        self.constants = _constants(call, [1 if self.exact and not isinstance(rate, Tensor) else _kind(rate) for rate in rates])
+        self.rows = None if call.cu_seqlens is not None else _rows(call)
+        self.launchers: dict[tuple[int, int], Launcher] = {}
+
+    def __call__(self, given: Tensors) -> list[Tensor]:
+        like = given.inputs[0]
+        outputs = tuple([torch.empty_like(like, dtype=self.dtype) for _ in range(self.outputs)])
+        if self.segments == 0:
+            return [output.zero_() for output in outputs]
+        with on_device_of(like):
+            pointers, numbers = self._rates(given.rates, like.device)
+            arguments = given.inputs, outputs, pointers, numbers, given.flags, given.bootstrap
+            maps = (self.rows,) if given.cu_seqlens is None else triton_map.tile_maps(given.cu_seqlens, self.tokens)
+            for tile_map in maps:
+                self._launch(tile_map, arguments, like.device)
+        return outputs
+
+    def _launch(self, tile_map: triton_map.TileMap, arguments: tuple[Any, ...], device: torch.device) -> None:
+        """One launch."""
+        if tile_map.bound == 0:
+            return
+        tiled = tile_map.width == tiles.WIDTH and (tile_map.slots is not None or self.length > tiles.WIDTH)
+        launcher = self.launchers.get((tile_map.width, tile_map.rows))
+        if launcher is None:
+            launcher = self.launchers[tile_map.width, tile_map.rows] = self._launcher(tile_map, tiled)
+        carries = None
+        if tiled:
+            words = tile_map.bound * self.channels * triton_carry.CARRY_WORDS.value
+            carries = torch.full((words,), triton_carry.UNSET.value, dtype=torch.int64 if self.exact else torch.int32, device=device)
+        programs = -(-tile_map.bound // tile_map.rows)
+        launcher(programs, *arguments, tile_map.slots, carries, self.segments, self.length, tile_map.bound)
+
+    def _launcher(self, tile_map: triton_map.TileMap, tiled: bool) -> Launcher:
+        """For maps of one tile size."""
+        constants = {**self.constants, "TILED": tiled, "GROUP": tiles.GROUP, "ROWS": tile_map.rows, "WIDTH": tile_map.width}
+        warps = max(1, min(8, tile_map.rows * tile_map.width // 256))
+        return Launcher(triton_scan.scan_tiles, constants, num_warps=warps, enable_fp_fusion=True, maxnreg=_REGISTERS[self.exact])
+
+    def _rates(self, rates: tuple[Rate, ...], device: torch.device) -> tuple[tuple[Tensor | None, ...], tuple[float, ...]]:
+        """As pointers and as numbers, each absent where it is the other."""
+        if self.numbers_alone:
+            return (None,) * len(rates), rates
+        if self.exact:
+            rates = tuple(
+                rate if isinstance(rate, Tensor) else torch.full((self.segments,), rate, dtype=torch.float64, device=device)
+                for rate in rates
+            )
+        pointers = tuple(rate if isinstance(rate, Tensor) else None for rate in rates)
+        return pointers, tuple(0.0 if isinstance(rate, Tensor) else rate for rate in rates)
 
 
 def _rows(call: Call) -> triton_map.TileMap:
@@ -93,54 +155,18 @@ def _rows(call: Call) -> triton_map.TileMap:
     return triton_map.TileMap(width, max(1, tiles.PROGRAM // width), call.segments, None)
 
 
-def _launch(tile_map: triton_map.TileMap, call: Call, outputs: list[Tensor], arguments: dict[str, Any]) -> None:
-    """One launch."""
-    if tile_map.bound == 0:
-        return
-    packed = tile_map.slots is not None
-    tiled = tile_map.width == tiles.WIDTH and (packed or (call.length or 0) > tiles.WIDTH)
-    word = torch.int64 if call.compute_dtype == torch.float64 else torch.int32
-    carries = None
-    if tiled:
-        words = tile_map.bound * len(call.rates) * triton_carry.CARRY_WORDS.value
-        carries = torch.full((words,), triton_carry.UNSET.value, dtype=word, device=outputs[0].device)
-    triton_scan.scan_tiles[(triton.cdiv(tile_map.bound, tile_map.rows),)](
-        outputs=tuple(outputs),
-        slots=tile_map.slots,
-        carries=carries,
-        segments=call.segments,
-        length=call.length or 0,
-        bound=tile_map.bound,
-        TILED=tiled,
-        GROUP=tiles.GROUP,
-        ROWS=tile_map.rows,
-        WIDTH=tile_map.width,
-        WORD=tl.int64 if word == torch.int64 else tl.int32,
-        num_warps=max(1, min(8, tile_map.rows * tile_map.width // 256)),
-        enable_fp_fusion=True,
-        maxnreg=_REGISTERS[call.compute_dtype],
-        **arguments,
-    )
-
-
-def _arguments(call: Call) -> dict[str, Any]:
+def _constants(call: Call, rate_kinds: Sequence[int]) -> dict[str, Any]:
     """What the launches of a call share."""
-    rates = [_exact(rate, call) for channel in call.rates for rate in channel]
-    flags = call.mask, call.terminated, call.truncated
+    wide = call.compute_dtype == torch.float64
     return {
-        "inputs": call.inputs,
-        "rates": tuple(rate if isinstance(rate, Tensor) else None for rate in rates),
-        "rate_numbers": tuple(0.0 if isinstance(rate, Tensor) else rate for rate in rates),
-        "flags": flags,
-        "bootstrap": call.bootstrap,
         "coefficients": _jit(call.estimator.coefficients),
         "results": _jit(call.estimator.results),
         "CHANNELS": len(call.rates),
         "RATES": len(call.rates[0]),
-        "RATE_KINDS": tuple(_kind(rate) for rate in rates),
+        "RATE_KINDS": tuple(rate_kinds),
         "FOLLOWING": call.following,
         "RATE_FOLLOWS": tuple(i in call.rates_following for i in range(len(call.rates[0]))),
-        "FLAGS": tuple(_kind(flag) for flag in flags),
+        "FLAGS": tuple(_kind(flag) for flag in call.tensors.flags),
         "BOOTSTRAP": _kind(call.bootstrap),
         "CONTINUATION": call.continuation,
         "END_IS_CARRY": call.estimator.end in ("carry", "initial"),
@@ -148,7 +174,8 @@ def _arguments(call: Call) -> dict[str, Any]:
         "REVERSE": call.estimator.reverse,
         "STARTS": call.starts,
         "INDEX": tl.int64 if call.tokens >= _INT32_TOKENS else tl.int32,
-        "DTYPE": tl.float64 if call.compute_dtype == torch.float64 else tl.float32,
+        "DTYPE": tl.float64 if wide else tl.float32,
+        "WORD": tl.int64 if wide else tl.int32,
     }
 
 
@@ -157,13 +184,6 @@ def _kind(value: Rate | None) -> int:
     if not isinstance(value, Tensor):
         return 0
     return 1 if is_per_segment(value) else 2
-
-
-def _exact(rate: Rate, call: Call) -> Rate:
-    """`rate`; a number that float64 arithmetic needs in full travels as a tensor, since Triton passes floats in float32."""
-    if isinstance(rate, Tensor) or call.compute_dtype != torch.float64:
-        return rate
-    return torch.full((call.segments, 1), rate, dtype=torch.float64, device=call.inputs[0].device)
 
 
 @triton.jit
