@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import device_of
 from torch import Tensor
 from whitening_textbook import case, textbook
 
@@ -82,13 +83,13 @@ PROJECTS: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] =
 
 @pytest.mark.parametrize("spread", [2.0, 1e-4])
 @pytest.mark.parametrize("project", PROJECTS)
-def test_as_each_project_whitens(project: str, spread: float) -> None:
+def test_as_each_project_whitens(backend: str, project: str, spread: float) -> None:
     """With a spread at which it shows where eps enters."""
     definition, behaviour = PROJECTS[project]
-    x = torch.randn(6, 9, dtype=torch.float64) * spread + 1
-    mask = (torch.rand(6, 9) < 0.7).double()
-    found = whiten(x, mask, **definition)
-    torch.testing.assert_close(found, behaviour(x, mask) * mask, rtol=1e-7, atol=1e-9)
-    others = [whiten(x, mask, **other) for other, _ in PROJECTS.values() if other != definition]
+    x = (torch.randn(6, 9, dtype=torch.float64) * spread + 1).to(device_of(backend))
+    mask = (torch.rand(6, 9) < 0.7).double().to(x.device)
+    found = whiten(x, mask, backend=backend, **definition)
+    torch.testing.assert_close(found, behaviour(x, mask) * mask, rtol=1e-10, atol=1e-10)
+    others = [whiten(x, mask, backend=backend, **other) for other, _ in PROJECTS.values() if other != definition]
     if spread < 1e-3:
         assert all(float((found - other).abs().max()) > 1e-3 for other in others)

@@ -46,7 +46,7 @@ def apply(x: Tensor, mask: Tensor | None, statistics: Tensor, whitening: Whiteni
         result,
         statistics,
         len(x),
-        whitening.eps,
+        float(whitening.eps),
         whitening.shift_mean,
         whitening.scale,
         whitening.unbiased,
@@ -77,7 +77,9 @@ def statistics_of(x, used):
 
 
 @triton.jit
-def shift_factor_offset(statistics, eps, SHIFT_MEAN: tl.constexpr, SCALE: tl.constexpr, UNBIASED: tl.constexpr, EPS_AT: tl.constexpr):
+def shift_factor_offset(
+    statistics, EPS: tl.constexpr, SHIFT_MEAN: tl.constexpr, SCALE: tl.constexpr, UNBIASED: tl.constexpr, EPS_AT: tl.constexpr
+):
     """y = (x - shift) * factor + offset, in float64."""
     count = tl.load(statistics)
     mean = tl.load(statistics + 1)
@@ -85,11 +87,11 @@ def shift_factor_offset(statistics, eps, SHIFT_MEAN: tl.constexpr, SCALE: tl.con
     if SCALE:
         variance = tl.load(statistics + 2) / tl.maximum(count - 1.0 if UNBIASED else count, 1.0)
         if EPS_AT == "inside":
-            deviation = tl.sqrt(variance + eps)
+            deviation = tl.sqrt(variance + EPS)
         elif EPS_AT == "outside":
-            deviation = tl.sqrt(variance) + eps
+            deviation = tl.sqrt(variance) + EPS
         else:
-            deviation = tl.sqrt(tl.where(variance < eps, variance * 0 + eps, variance))  # a maximum could drop a NaN
+            deviation = tl.sqrt(tl.where(variance < EPS, variance * 0 + EPS, variance))  # a maximum could drop a NaN
         factor = tl.where(deviation == 0, 0.0, 1.0 / deviation)
     return mean, factor, mean * 0.0 if SHIFT_MEAN else mean
 
@@ -139,14 +141,14 @@ def _merge(parts, merged, total, LANES: tl.constexpr):
     tl.store(merged + 2, tl.sum(m2 + count * deviations * deviations))
 
 
-@triton.jit(do_not_specialize=["eps"])
+@triton.jit
 def _whiten(
     x,
     mask,
     result,
     statistics,
     tokens,
-    eps,
+    EPS: tl.constexpr,  # as an argument it would be rounded to float32
     SHIFT_MEAN: tl.constexpr,
     SCALE: tl.constexpr,
     UNBIASED: tl.constexpr,
@@ -154,7 +156,7 @@ def _whiten(
     TILE: tl.constexpr,
 ):
     token, there = _place(tokens, TILE)
-    shift, factor, offset = shift_factor_offset(statistics, eps, SHIFT_MEAN, SCALE, UNBIASED, EPS_AT)
+    shift, factor, offset = shift_factor_offset(statistics, EPS, SHIFT_MEAN, SCALE, UNBIASED, EPS_AT)
     numbers = tl.load(x + token, mask=there, other=0).to(tl.float64)
     y = (numbers - shift) * factor + offset
     if mask is not None:
