@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,13 +13,12 @@ from torch import Tensor
 from ..call import MASK_MODES, Call, Rate, is_per_segment
 from .cpu_actions import sum_of_products
 from .cpu_sweep import compiled_sweep
+from .cpu_threads import TOKENS_PER_THREAD, thread_pool
 
 Array = npt.NDArray[Any]
 
 # A longer segment is swept in pieces, on every machine and whatever its batch mates, so that its bits depend on nothing else.
 PIECE = 1 << 18
-# Fewer tokens than this are not worth waking a thread for.
-TOKENS_PER_THREAD = 1 << 15
 
 
 def why_not(device: torch.device) -> str | None:
@@ -152,10 +148,4 @@ def _spread(sweep: Callable[[Array], None], chosen: Array, pieces: Array) -> Non
     # Several shares a thread, so that one with a slow core does not keep the others waiting.
     cuts = np.searchsorted(ends, ends[-1] * np.arange(1, 4 * threads) / (4 * threads))
     shares = [share for share in np.split(rows, np.unique(cuts)) if len(share)]
-    list(_pool(torch.get_num_threads(), os.getpid()).map(sweep, shares))
-
-
-@lru_cache(maxsize=1)
-def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    """The threads of this process; a forked child, which inherits none, makes its own."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="rlhf-scan")
+    list(thread_pool(torch.get_num_threads()).map(sweep, shares))
