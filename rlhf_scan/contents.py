@@ -28,23 +28,26 @@ def check_contents(layout: Layout, call: Call, rates: Mapping[str, Tensor], give
     suspects = [check for check, fine in zip(suspects, _all_within(suspects), strict=True) if not fine]
     if not suspects:
         return
-    steps, reach = steps_of(call, lengths), reaches(call.estimator)
-    trainable = call.mask != 0 if call.mask is not None and call.masked != "keep" else None
+    steps, reach = None, reaches(call.estimator)
+    live = call.mask != 0 if call.mask is not None else None
     for check in suspects:
-        if check.read is None:
-            where = steps.ends
-        else:
-            where = reach[check.read].where(steps)
-            # A masked token that takes a step reads 0 in place of its inputs.
-            if trainable is not None and check.read in call.estimator.inputs:
-                where = where & trainable
-        if is_per_segment(check.tensor):
-            where = steps.per_segment(where, call.segments)
-        tensor, largest = check.tensor, check.largest
-        outside = ~tensor.isfinite() if largest is None else ~((tensor >= 0) & (tensor <= largest))
-        if check.minus_infinity:
-            outside &= check.tensor != -math.inf
-        _raise_where(layout, check, where & outside)
+        outside = _outside(check)
+        # At a masked token that takes no step nothing is read; at one that takes a step with zeros for inputs, no input.
+        unread = call.masked == "skip" or (call.masked == "zero" and check.read in call.estimator.inputs)
+        if live is not None and unread and check.read is not None and not is_per_segment(check.tensor):
+            outside = outside & live
+        if not bool(outside.any()):
+            continue
+        steps = steps or steps_of(call, lengths)
+        where = steps.ends if check.read is None else reach[check.read].where(steps)
+        _raise_where(layout, check, outside & (steps.per_segment(where) if is_per_segment(check.tensor) else where))
+
+
+def _outside(check: _Check) -> Tensor:
+    """Where a number is none that it may be, read or not."""
+    tensor, largest = check.tensor, check.largest
+    outside = ~tensor.isfinite() if largest is None else ~((tensor >= 0) & (tensor <= largest))
+    return outside & (tensor != -math.inf) if check.minus_infinity else outside
 
 
 @dataclass(frozen=True)

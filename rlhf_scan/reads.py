@@ -24,7 +24,7 @@ class Steps:
         bootstraps: the value after the end.
         followed: it is itself the one that follows another step.
         ends: where, per token, the value after the end is read.
-        segment: which one each token belongs to, int64 [N].
+        bounds: the end of each segment, int64 [S].
     """
 
     continues: Tensor
@@ -33,12 +33,12 @@ class Steps:
     bootstraps: Tensor
     followed: Tensor
     ends: Tensor
-    segment: Tensor
+    bounds: Tensor
 
-    def per_segment(self, at: Tensor, segments: int) -> Tensor:
+    def per_segment(self, at: Tensor) -> Tensor:
         """Which segments hold a True of `at`, [S, 1]."""
-        found = torch.zeros(segments, dtype=torch.bool, device=at.device)
-        found[self.segment[at]] = True
+        found = torch.zeros(len(self.bounds), dtype=torch.bool, device=at.device)
+        found[torch.searchsorted(self.bounds, at.nonzero().flatten(), right=True)] = True
         return found.reshape(-1, 1)
 
 
@@ -63,40 +63,54 @@ class Reach:
 
 def steps_of(call: Call, lengths: Tensor) -> Steps:
     """The steps of `call`, whose segments have these lengths."""
-    token = torch.arange(call.tokens, device=lengths.device)
-    segment = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths, output_size=call.tokens)
-    last = (lengths.cumsum(0) - 1)[segment]
-    first = last + 1 - lengths[segment]
+    stops = lengths.cumsum(0)
+    filled = lengths > 0
+    first, last = (stops - lengths)[filled], stops[filled] - 1
     backward, opens = call.estimator.reverse, call.starts
-    terminated, truncated = (_flagged(flag, token == last, segment) for flag in (call.terminated, call.truncated))
+    terminated, truncated = (_flagged(flag, last, filled, call) for flag in (call.terminated, call.truncated))
     # Which episode each token belongs to, and for each episode the token whose flag, or place in the segment, bounds it.
-    bounds = terminated | truncated | (token == (first if opens else last))
+    bounds = terminated | truncated
+    bounds[first if opens else last] = True
     episode = bounds.cumsum(0) - (1 if opens else bounds.long())
-    bound = bounds.nonzero().flatten()[episode]
 
-    taken = token if call.mask is None or call.masked != "skip" else (call.mask != 0).nonzero().flatten()
+    taken = (torch.ones_like(bounds) if call.mask is None or call.masked != "skip" else call.mask != 0).nonzero().flatten()
     together = episode[taken[1:]] == episode[taken[:-1]]
-    earlier, later = taken[:-1][together], taken[1:][together]
-    continues, followed, over = (torch.zeros_like(bounds) for _ in range(3))
-    continues[earlier if backward else later] = True
-    followed[later if backward else earlier] = True
-    over[taken] = ~continues[taken]
+    continues, followed = torch.zeros_like(bounds), torch.zeros_like(bounds)
+    continues[taken[:-1] if backward else taken[1:]] = together
+    followed[taken[1:] if backward else taken[:-1]] = together
 
-    terminates = over & terminated[bound] & (backward or opens)
+    over = taken[~continues[taken]]
+    bound = bounds.nonzero().flatten()[episode[over]]
+    terminates = terminated[bound] & (backward or opens)
+    segment = torch.searchsorted(stops, over, right=True)
     # Backward the value after the end is that of the bounding token; forward, that before a segment's first episode.
-    end, outermost = (bound, bound == last) if backward else (first, episode == episode[first])
-    given = call.bootstrap is not None and (outermost if is_per_segment(call.bootstrap) else torch.ones_like(over))
-    bootstraps = over & ~terminates & given
-    ends = torch.zeros_like(over)
-    ends[end[bootstraps]] = True
-    return Steps(continues, terminates, over & ~terminates & ~bootstraps, bootstraps, followed, ends, segment)
+    end = bound if backward else (stops - lengths)[segment]
+    outermost = bound == stops[segment] - 1 if backward else episode[over] == episode[end]
+    given = call.bootstrap is not None and (outermost if is_per_segment(call.bootstrap) else torch.ones_like(outermost))
+    bootstraps = ~terminates & given
+    return Steps(
+        continues=continues,
+        terminates=_at(over[terminates], call),
+        stops=_at(over[~terminates & ~bootstraps], call),
+        bootstraps=_at(over[bootstraps], call),
+        followed=followed,
+        ends=_at(end[bootstraps], call),
+        bounds=stops,
+    )
 
 
-def _flagged(flag: Tensor | None, last: Tensor, segment: Tensor) -> Tensor:
+def _flagged(flag: Tensor | None, last: Tensor, filled: Tensor, call: Call) -> Tensor:
     """A flag per token, [N], whatever form it came in."""
-    if flag is None:
-        return torch.zeros_like(last)
-    return last & (flag.flatten() != 0)[segment] if is_per_segment(flag) else flag != 0
+    if flag is None or is_per_segment(flag):
+        return _at(last[:0] if flag is None else last[flag.flatten()[filled] != 0], call)
+    return flag != 0
+
+
+def _at(tokens: Tensor, call: Call) -> Tensor:
+    """True at these tokens, [N]."""
+    found = torch.zeros(call.tokens, dtype=torch.bool, device=tokens.device)
+    found[tokens] = True
+    return found
 
 
 @lru_cache(maxsize=256)
