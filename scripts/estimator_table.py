@@ -29,13 +29,19 @@ def _row(entry: Estimator) -> str:
     words = [f"`{name}` {' or '.join(choices)}" for name, choices in options(entry).items()]
     columns = (
         f"`{entry.name}`",
-        ", ".join(f"`{name}`" + (" [.., A]" if name in (entry.expectation or ()) else "") for name in entry.arguments),
+        ", ".join(_argument(entry, name) for name in entry.arguments),
         ", ".join([_rate(name, rate) for name, rate in entry.rates.items()] + words) or "-",
         ", ".join(f"`{name}`" for name in entry.takes),
         "-" if entry.end_name is None else f"`{entry.end_name}`",
         ", ".join(f"`{name}`" for name in entry.outputs),
     )
     return f"| {' | '.join(columns)} |\n"
+
+
+def _argument(entry: Estimator, name: str) -> str:
+    names = [name] if name not in entry.choices else [name, *entry.choices[name]]
+    shown = [f"`{part}`" + (" [.., A]" if part in entry.per_action else "") for part in names]
+    return shown[0] if len(shown) == 1 else f"{shown[0]} (or {' and '.join(shown[1:])})"
 
 
 def _rate(name: str, rate: Rate) -> str:
