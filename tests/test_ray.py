@@ -280,6 +280,14 @@ def test_engine_gives_the_bits_of_the_local_engine(engine: RayEngine, op: str, d
         assert bits(tensor) == bits(before[name]), name
 
 
+def test_probabilities_and_actions_in_place_of_log_probabilities(engine: RayEngine) -> None:
+    given = request_for(next(entry for entry in served() if entry.choices), "pack")
+    tensors = {name: tensor for name, tensor in given.tensors.items() if name != "target_logprobs"}
+    actions = torch.arange(len(tensors["rewards"]), dtype=torch.uint8) % tensors["target_probs"].shape[-1]
+    request = CreditRequest(given.op, {**tensors, "policy_probs": tensors["target_probs"].abs(), "actions": actions}, given.params)
+    assert_same(engine.run(request), REFERENCE.run(request))
+
+
 def test_default_backend_gives_the_bits_of_the_local_engine(ray: Any) -> None:
     request = request_for(next(served()), "pack")
     with RayEngine(num_cpus=0.1) as engine:
