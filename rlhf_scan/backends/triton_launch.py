@@ -27,6 +27,8 @@ _KNOWN = (3, 3), (3, 7)
 
 # Kernel, constants, options -> specialization of the arguments -> how what was compiled for them is launched.
 _COMPILED: dict[tuple[Any, ...], dict[tuple[Any, ...], tuple[Any, ...]]] = {}
+_ABSENT: dict[int, tuple[None, ...]] = {}
+_HOOKS = triton.knobs.runtime if hasattr(triton, "knobs") else CompiledKernel
 _HERE: AbstractContextManager[Any] = nullcontext()
 
 
@@ -52,10 +54,11 @@ class Launcher:
             return
         active = driver.active
         device = active.get_current_device()
-        key, values = specialization(arguments)
-        found = self._compiled.get((device, key))
+        key: list[Any] = [device]
+        values = specialized(arguments, key)
+        found = self._compiled.get(tuple(key))
         if found is None or _observed():
-            self._launch_by_triton(programs, arguments, (device, key))
+            self._launch_by_triton(programs, arguments, tuple(key))
             return
         run, function, metadata, constants = found
         run(programs, 1, 1, active.get_current_stream(device), function, metadata, None, None, None, *values, *constants)
@@ -68,24 +71,30 @@ class Launcher:
             self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, constants
 
 
-def specialization(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
-    """What Triton may compile different code for, and the arguments as compiled code takes them.
+def absent(count: int) -> tuple[None, ...]:
+    """That many arguments that are not there; always the same object, at which a launch need not look twice."""
+    return _ABSENT.setdefault(count, (None,) * count)
+
+
+def specialized(arguments: tuple[Any, ...], key: list[Any]) -> list[Any]:
+    """The arguments as compiled code takes them; adds to `key` what Triton may compile different code for.
 
     That is a tensor's dtype and whether its address is a multiple of 16; the width of an int, whether it is 1 and a multiple of 16; the type
     of anything else.
     """
-    key: list[Any] = []
     values: list[Any] = []
     for argument in arguments:
         kind = type(argument)
         if argument is None:
             key.append(None)
         elif kind is tuple:
-            within, argument = specialization(argument)
-            key.append(within)
-            argument = tuple(argument)
+            if argument is _ABSENT.get(len(argument)):
+                key.append(-len(argument))
+            else:
+                key.append(len(argument))
+                argument = tuple(specialized(argument, key))
         elif kind is int:
-            key.append((-(2**31) <= argument < 2**31, argument == 1, argument & 15 == 0))
+            key.append(_int_kind(argument))
         elif kind is float:
             key.append(float)
         else:
@@ -93,7 +102,15 @@ def specialization(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[An
             argument = argument.data_ptr()
             key.append(argument & 15 == 0)
         values.append(argument)
-    return tuple(key), values
+    return values
+
+
+@lru_cache(maxsize=4096)
+def _int_kind(number: int) -> str:
+    if number == 1:
+        return "1"
+    width = "i32" if -(2**31) <= number < 2**31 else "i64" if number < 2**63 else "u64"
+    return width + "D" * (number % 16 == 0)
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
@@ -119,6 +136,5 @@ def why_not_direct() -> str | None:
 
 def _observed() -> bool:
     """Whether somebody, say a profiler, asked to be told of launches."""
-    runtime = triton.knobs.runtime if hasattr(triton, "knobs") else CompiledKernel
-    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+    enter, leave = _HOOKS.launch_enter_hook, _HOOKS.launch_exit_hook
+    return (enter is not None and bool(getattr(enter, "calls", True))) or (leave is not None and bool(getattr(leave, "calls", True)))
