@@ -255,7 +255,7 @@ def test_one_bad_request_among_good_ones_is_named(bad: dict[str, Any], words: st
 @each_op
 def test_a_missing_tensor_is_named(op: str) -> None:
     request = request_for(op, (4,), 0)
-    for name in estimator(op).arguments:
+    for name in estimator(op).required:
         missing = replace(request, tensors={key: tensor for key, tensor in request.tensors.items() if key != name})
         with pytest.raises(InputError, match=f"^{op}: tensors must hold .*, got no {name}; add it"):
             LocalEngine().run(missing)
