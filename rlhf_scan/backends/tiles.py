@@ -9,8 +9,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 # Tokens of a tile. A tile starts at a multiple of it from its segment's start, so a segment's bits do not depend on where it lies.
 WIDTH = 64 if INTERPRETED else 2048
 # Packed segments up to this long share a program, several rows of it.
+MEDIUM = 32 if INTERPRETED else 512
 SHORT = 16 if INTERPRETED else 128
-# Tiles whose carries form one chain; the chains of a long segment run side by side, then groups pass one carry on.
-GROUP = 4 if INTERPRETED else 16
+# Tiles whose carries are composed at one look, and groups of tiles likewise.
+GROUP = 4 if INTERPRETED else 32
 # Tokens of a program whose rows are shorter than a tile.
 PROGRAM = 64 if INTERPRETED else 1024

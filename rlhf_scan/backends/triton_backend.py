@@ -18,7 +18,7 @@ from torch import Tensor
 from ..call import MASK_MODES, Call, Rate, Tensors, is_per_segment
 from . import tiles, triton_carry, triton_expectation, triton_map, triton_scan, triton_steps, triton_tile
 from .formulas import compiled_formula
-from .triton_launch import Launcher, on_device_of
+from .triton_launch import Launcher, absent, on_device_of
 
 # Places within a launch are int32 below this many tokens (a tile may reach past the last one), int64 above.
 _INT32_TOKENS = 2**31 - 2 * tiles.WIDTH
@@ -88,31 +88,35 @@ class _Scan:
 
     def __init__(self, call: Call) -> None:
         rates = call.tensors.rates
-        self.tokens, self.segments, self.length = call.tokens, call.segments, call.length or 0
+        self.tokens, self.segments = call.tokens, call.segments
+        # A pack of one segment is a row.
+        self.length = call.tokens // max(1, call.segments) if call.cu_seqlens is None or call.segments == 1 else 0
         self.outputs = len(call.estimator.outputs)
-        self.dtype = call.dtype
+        self.kept = {} if call.dtype == call.inputs[0].dtype else {"dtype": call.dtype}  # to say less is faster
         self.channels = len(call.rates)
         # Triton passes floats in float32: where float64 arithmetic needs a number in full it travels as a tensor.
         self.exact = call.compute_dtype == torch.float64
         self.numbers_alone = not self.exact and not any(isinstance(rate, Tensor) for rate in rates)
         self.constants = _constants(call, [1 if self.exact and not isinstance(rate, Tensor) else _kind(rate) for rate in rates])
-        self.rows = None if call.cu_seqlens is not None else _rows(call)
+        self.flagged = any(flag is not None for flag in call.tensors.flags)
+        self.rows = _rows(call.segments, self.length) if call.cu_seqlens is None or call.segments == 1 else None
         self.launchers: dict[tuple[int, int], Launcher] = {}
 
     def __call__(self, given: Tensors) -> list[Tensor]:
         like = given.inputs[0]
-        outputs = tuple([torch.empty_like(like, dtype=self.dtype) for _ in range(self.outputs)])
+        outputs = tuple([torch.empty_like(like, **self.kept) for _ in range(self.outputs)])
         if self.segments == 0:
             return [output.zero_() for output in outputs]
         with on_device_of(like):
-            pointers, numbers = self._rates(given.rates, like.device)
-            arguments = given.inputs, outputs, pointers, numbers, given.flags, given.bootstrap
-            maps = (self.rows,) if given.cu_seqlens is None else triton_map.tile_maps(given.cu_seqlens, self.tokens)
+            pointers, numbers = self._rates(given.rates, like)
+            flags = _aligned(given.flags) if self.flagged else absent(len(given.flags))
+            arguments = _aligned(given.inputs), outputs, pointers, numbers, flags, given.bootstrap
+            maps = (self.rows,) if self.rows is not None else triton_map.tile_maps(given.cu_seqlens, self.tokens)
             for tile_map in maps:
-                self._launch(tile_map, arguments, like.device)
+                self._launch(tile_map, arguments, like)
         return outputs
 
-    def _launch(self, tile_map: triton_map.TileMap, arguments: tuple[Any, ...], device: torch.device) -> None:
+    def _launch(self, tile_map: triton_map.TileMap, arguments: tuple[Any, ...], like: Tensor) -> None:
         """One launch."""
         if tile_map.bound == 0:
             return
@@ -123,36 +127,48 @@ class _Scan:
         carries = None
         if tiled:
             words = tile_map.bound * self.channels * triton_carry.CARRY_WORDS.value
-            carries = torch.full((words,), triton_carry.UNSET.value, dtype=torch.int64 if self.exact else torch.int32, device=device)
+            carries = torch.full((words,), triton_carry.UNSET.value, dtype=torch.int64 if self.exact else torch.int32, device=like.device)
         programs = -(-tile_map.bound // tile_map.rows)
         launcher(programs, *arguments, tile_map.slots, carries, self.segments, self.length, tile_map.bound)
 
     def _launcher(self, tile_map: triton_map.TileMap, tiled: bool) -> Launcher:
         """For maps of one tile size."""
-        constants = {**self.constants, "TILED": tiled, "GROUP": tiles.GROUP, "ROWS": tile_map.rows, "WIDTH": tile_map.width}
+        aligned = tile_map.slots is None and self.length % triton_tile.RUN.value == 0
+        constants = {
+            **self.constants,
+            "ALIGNED": aligned,
+            "TILED": tiled,
+            "GROUP": tiles.GROUP,
+            "ROWS": tile_map.rows,
+            "WIDTH": tile_map.width,
+        }
         warps = max(1, min(8, tile_map.rows * tile_map.width // 256))
         return Launcher(triton_scan.scan_tiles, constants, num_warps=warps, enable_fp_fusion=True, maxnreg=_REGISTERS[self.exact])
 
-    def _rates(self, rates: tuple[Rate, ...], device: torch.device) -> tuple[tuple[Tensor | None, ...], tuple[float, ...]]:
+    def _rates(self, rates: tuple[Rate, ...], like: Tensor) -> tuple[tuple[Tensor | None, ...], tuple[float, ...]]:
         """As pointers and as numbers, each absent where it is the other."""
         if self.numbers_alone:
-            return (None,) * len(rates), rates
+            return absent(len(rates)), rates
         if self.exact:
             rates = tuple(
-                rate if isinstance(rate, Tensor) else torch.full((self.segments,), rate, dtype=torch.float64, device=device)
+                rate if isinstance(rate, Tensor) else torch.full((self.segments,), rate, dtype=torch.float64, device=like.device)
                 for rate in rates
             )
-        pointers = tuple(rate if isinstance(rate, Tensor) else None for rate in rates)
+        pointers = _aligned(tuple(rate if isinstance(rate, Tensor) else None for rate in rates))
         return pointers, tuple(0.0 if isinstance(rate, Tensor) else rate for rate in rates)
 
 
-def _rows(call: Call) -> triton_map.TileMap:
+def _aligned(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Tensors that begin at a multiple of 16 bytes: of such a one the kernel reads whole vectors and stays within its memory."""
+    return tuple([tensor if tensor is None or tensor.data_ptr() % 16 == 0 else tensor.clone() for tensor in tensors])
+
+
+def _rows(segments: int, length: int) -> triton_map.TileMap:
     """Rows need no map: a program tells its tile from its number."""
-    length = call.length or 0
     if length > tiles.WIDTH:
-        return triton_map.TileMap(tiles.WIDTH, 1, call.segments * triton.cdiv(length, tiles.WIDTH), None)
+        return triton_map.TileMap(tiles.WIDTH, 1, segments * triton.cdiv(length, tiles.WIDTH), None)
     width = max(triton_tile.RUN.value, triton.next_power_of_2(length))
-    return triton_map.TileMap(width, max(1, tiles.PROGRAM // width), call.segments, None)
+    return triton_map.TileMap(width, max(1, tiles.PROGRAM // width), segments, None)
 
 
 def _constants(call: Call, rate_kinds: Sequence[int]) -> dict[str, Any]:
@@ -165,6 +181,7 @@ def _constants(call: Call, rate_kinds: Sequence[int]) -> dict[str, Any]:
         "RATES": len(call.rates[0]),
         "RATE_KINDS": tuple(rate_kinds),
         "FOLLOWING": call.following,
+        "BESIDE": tuple(i in call.following for i in range(len(call.inputs))),
         "RATE_FOLLOWS": tuple(i in call.rates_following for i in range(len(call.rates[0]))),
         "FLAGS": tuple(_kind(flag) for flag in call.tensors.flags),
         "BOOTSTRAP": _kind(call.bootstrap),

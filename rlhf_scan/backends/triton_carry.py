@@ -1,8 +1,9 @@
 """How a carry gets from tile to tile of a long segment. Part of the Triton backend's kernel.
 
-Each tile has a slot of CARRY_WORDS words, each UNSET until its value is there: what the tile and those before it in its group of GROUP tiles
-do to a carry, (a, b), and, from the last of a group, the carry that leaves it. So the tiles of a group form one chain, all groups' chains
-run side by side, and the groups form one more. Programs start in the order of the chains: the one that is waited for has always started.
+What a tile does to a carry, (a, b), is published as soon as the tile is read; whoever needs it looks at GROUP tiles at once and composes them
+in an order that their places fix. The last tile of a group, in scan order, publishes what the group does, and the last group of a block of
+GROUP groups the carry that leaves the block: so tiles wait for three looks, and for one more per block that lies before theirs. Words are
+UNSET until a value is there. Programs start in scan order: the one that is waited for has always started.
 """
 
 # mypy: ignore-errors
@@ -16,7 +17,7 @@ import triton.language as tl
 from .triton_tile import carried, compose
 
 UNSET = tl.constexpr(-1)  # as bits: a NaN that no published value has
-CARRY_WORDS = tl.constexpr(3)
+CARRY_WORDS = tl.constexpr(5)  # of a slot: a and b of the tile, of the group, and the carry that leaves the block; `stride` words apart
 
 
 @triton.jit
@@ -27,64 +28,104 @@ def _publish(pointer, value, where, DTYPE: tl.constexpr, WORD: tl.constexpr):
 
 
 @triton.jit
-def _await(pointer, DTYPE: tl.constexpr):
-    """The value that another program publishes there."""
-    word = tl.load(pointer, volatile=True)
-    while word == UNSET:
+def _look(pointers, stride, needed):
+    """The words (a, b) there, whether set or not; 0 where none is needed."""
+    return tl.load(pointers, mask=needed, other=0, volatile=True), tl.load(pointers + stride, mask=needed, other=0, volatile=True)
+
+
+@triton.jit
+def _group_lanes(place, count, REVERSE: tl.constexpr, GROUP: tl.constexpr):
+    """(the GROUP places around `place` in scan order, which of them come before it and are fewer than `count`)."""
+    lanes = tl.arange(0, GROUP)
+    others = place - place % GROUP + (GROUP - 1 - lanes if REVERSE else lanes)
+    needed = (others > place) & (others < count) if REVERSE else others < place
+    return others, needed
+
+
+@triton.jit
+def _composed(pointers, stride, needed, words_a, words_b, DTYPE: tl.constexpr):
+    """What the needed lanes do to a carry, in their order, once all of them are published."""
+    while tl.max(((words_a == UNSET) | (words_b == UNSET)).to(tl.int32)) != 0:
+        words_a, words_b = _look(pointers, stride, needed)
+    b = tl.where(needed, words_b.to(DTYPE, bitcast=True), tl.cast(1, DTYPE))
+    a, b = tl.associative_scan((words_a.to(DTYPE, bitcast=True), b), 0, compose)
+    last = tl.arange(0, needed.shape[0]) == needed.shape[0] - 1
+    return tl.sum(tl.where(last, a, 0.0)), tl.sum(tl.where(last, b, 0.0))
+
+
+@triton.jit
+def _of_group(early, carries, stride, slot, tile, tiles, REVERSE: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr):
+    """What the tiles of its group that come before this one do to a carry."""
+    others, needed = _group_lanes(tile, tiles, REVERSE, GROUP)
+    return _composed(carries + (slot - tile + others), stride, needed, early[2], early[3], DTYPE)
+
+
+@triton.jit
+def _into_group(carries, stride, slot, tile, tiles, REVERSE: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr):
+    """The x that enters this tile's group."""
+    group, groups = tile // GROUP, tl.cdiv(tiles, GROUP)
+    others, needed = _group_lanes(group, groups, REVERSE, GROUP)
+    speaks = slot - tile + (0 if REVERSE else GROUP - 1)  # for the first group: the slot of its last tile in scan order
+    pointers = carries + 2 * stride + (speaks + others * GROUP)
+    words_a, words_b = _look(pointers, stride, needed)
+    x, decay = _composed(pointers, stride, needed, words_a, words_b, DTYPE)
+    block, blocks = group // GROUP, tl.cdiv(groups, GROUP)
+    if (decay != 0) & ((block < blocks - 1) if REVERSE else (block > 0)):
+        other = speaks + ((block + 1) * GROUP if REVERSE else block * GROUP - 1) * GROUP
+        pointer = carries + 4 * stride + other
         word = tl.load(pointer, volatile=True)
-    return word.to(DTYPE, bitcast=True)
+        while word == UNSET:
+            word = tl.load(pointer, volatile=True)
+        x += decay * word.to(DTYPE, bitcast=True)
+    return x
+
+
+@triton.jit
+def look_early(carries, stride, slot, tile, tiles, REVERSE: tl.constexpr, GROUP: tl.constexpr):
+    """What the tile before this one, and those of its group, have published by now: read along with the tokens, it is mostly in time."""
+    exists = tile < tiles - 1 if REVERSE else tile > 0
+    others, needed = _group_lanes(tile, tiles, REVERSE, GROUP)
+    a, b = _look(carries + (slot + 1 if REVERSE else slot - 1), stride, exists)
+    group_a, group_b = _look(carries + (slot - tile + others), stride, needed)
+    return a, b, group_a, group_b
 
 
 @triton.jit
 def entering_carry(
     a,
     b,
+    early,
     carries,
+    stride,
     slot,
     tile,
     tiles,
     REVERSE: tl.constexpr,
     GROUP: tl.constexpr,
     RUNS: tl.constexpr,
-    WORDS: tl.constexpr,
     DTYPE: tl.constexpr,
     WORD: tl.constexpr,
 ):
-    """The x that enters a tile whose runs, scanned, do (a, b) to a carry; passes on what leaves it.
-
-    The sums are always taken in the same order: tile by tile within a group, then group by group.
-    """
-    within = tile % GROUP
-    lanes = tl.arange(0, RUNS)[None, :]
-    if REVERSE:
-        leaving_lane = lanes == 0
-        before, group_before = slot + 1, slot + GROUP - within
-        enters_segment, leaves_segment = tile == tiles - 1, tile == 0
-        enters_group, leaves_group = within == GROUP - 1, within == 0
-    else:
-        leaving_lane = lanes == RUNS - 1
-        before, group_before = slot - 1, slot - within - 1
-        enters_segment, leaves_segment = tile == 0, tile == tiles - 1
-        enters_group, leaves_group = within == 0, within == GROUP - 1
-    leaving_lane = leaving_lane & (leaves_segment == 0)
-    # A tile that carries nothing over tells so at once, and nobody waits for a chain that it cuts.
-    cuts = leaving_lane & (b == 0)
-    _publish(carries + slot * WORDS, a, cuts, DTYPE, WORD)
-    _publish(carries + slot * WORDS + 1, b, cuts, DTYPE, WORD)
-    entering = tl.cast(0, DTYPE)
-    decay = tl.cast(0, DTYPE)
-    if enters_group & (enters_segment == 0):
-        decay = tl.cast(1, DTYPE)
-    if (enters_group | enters_segment) == 0:
-        entering = _await(carries + before * WORDS, DTYPE)
-        decay = _await(carries + before * WORDS + 1, DTYPE)
-    group_a, group_b = compose(entering, decay, a, b)
-    # Also where b is inf or NaN: else the tiles that follow would wait for a group that does not exist.
-    group_b = tl.where(decay == 0, tl.cast(0, DTYPE), group_b)
-    passes = leaving_lane & (b != 0)
-    _publish(carries + slot * WORDS, group_a, passes, DTYPE, WORD)
-    _publish(carries + slot * WORDS + 1, group_b, passes, DTYPE, WORD)
+    """The x that enters a tile whose runs, scanned, do (a, b) to a carry; passes on what leaves it."""
+    leaving = (tl.arange(0, RUNS)[None, :] == RUNS - 1) & ((tile > 0) if REVERSE else (tile < tiles - 1))
+    own = carries + slot
+    _publish(own, a, leaving, DTYPE, WORD)
+    _publish(own + stride, b, leaving, DTYPE, WORD)
+    exists = tile < tiles - 1 if REVERSE else tile > 0
+    word_a, word_b = early[0], early[1]
+    while (word_a == UNSET) | (word_b == UNSET):
+        word_a, word_b = _look(carries + (slot + 1 if REVERSE else slot - 1), stride, exists)
+    # Most tiles let nothing pass: then the one before tells all.
+    entering, decay = word_a.to(DTYPE, bitcast=True), word_b.to(DTYPE, bitcast=True)
+    group_decay = decay
     if decay != 0:
-        entering += decay * _await(carries + group_before * WORDS + 2, DTYPE)
-    _publish(carries + slot * WORDS + 2, a + carried(b, entering), leaving_lane & leaves_group, DTYPE, WORD)
+        entering, group_decay = _of_group(early, carries, stride, slot, tile, tiles, REVERSE, GROUP, DTYPE)
+    group_a, group_b = compose(entering, group_decay, a, b)
+    leaves_group = leaving & (tile % GROUP == (0 if REVERSE else GROUP - 1))
+    _publish(own + 2 * stride, group_a, leaves_group, DTYPE, WORD)
+    _publish(own + 3 * stride, group_b, leaves_group, DTYPE, WORD)
+    if group_decay != 0:
+        entering += group_decay * _into_group(carries, stride, slot, tile, tiles, REVERSE, GROUP, DTYPE)
+    leaves_block = leaves_group & (tile // GROUP % GROUP == (0 if REVERSE else GROUP - 1))
+    _publish(own + 4 * stride, a + carried(b, entering), leaves_block, DTYPE, WORD)
     return entering

@@ -12,33 +12,34 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_carry import CARRY_WORDS, entering_carry
+from .triton_carry import entering_carry, look_early
 from .triton_map import FIELDS
-from .triton_steps import KEEP, SKIP, ZERO, end_value, ends_before, events, terminated_at, trainable
-from .triton_tile import RUN, carried, down_runs, up_runs
+from .triton_runs import load_runs, store_runs
+from .triton_steps import SKIP, ZERO, boundaries, end_value, trainable
+from .triton_tile import RUN, carried, down_runs, places, up_runs
 
 
 @triton.jit
-def _tile_of_program(slots, segments, length, bound, REVERSE: tl.constexpr, WIDTH: tl.constexpr, INDEX: tl.constexpr):
-    """The one tile of a program: (segment, its first token, its length, tile, slot in the chain); length 0 where there is nothing to do.
+def _tile_of_program(slots, segments, length, REVERSE: tl.constexpr, WIDTH: tl.constexpr, INDEX: tl.constexpr):
+    """The one tile of a program: (segment, its first token, its length, tile, slot of its carry); length 0 where there is nothing to do.
 
-    Tiles come in the order of their chains: of rows all first tiles, then all second ones, ...; of a pack slot by slot.
+    All first tiles in scan order come first, then all second ones, ...; carries lie by segment, tile after tile.
     """
     program = tl.program_id(0).to(INDEX)
     if slots is None:
-        tiles = tl.cdiv(length, WIDTH)
         turn = program // segments
         segment = program % segments
         start = segment * length
-        tile = tiles - 1 - turn if REVERSE else turn
-        slot = segment * tiles + tile
+        first = segment * tl.cdiv(length, WIDTH)
     else:
-        slot = bound - 1 - program if REVERSE else program
-        segment = tl.load(slots + slot * FIELDS).to(INDEX)
-        tile = tl.load(slots + slot * FIELDS + 1).to(INDEX)
-        start = tl.load(slots + slot * FIELDS + 2).to(INDEX)
-        length = tl.load(slots + slot * FIELDS + 3).to(INDEX)
-    return segment, start, length, tile, slot
+        entry = slots + program * FIELDS
+        segment = tl.load(entry).to(INDEX)
+        turn = tl.load(entry + 1).to(INDEX)
+        start = tl.load(entry + 2).to(INDEX)
+        length = tl.load(entry + 3).to(INDEX)
+        first = tl.load(entry + 4).to(INDEX)
+    tile = tl.cdiv(length, WIDTH) - 1 - turn if REVERSE else turn
+    return segment, start, length, tile, first + tile
 
 
 @triton.jit
@@ -63,25 +64,31 @@ def _rates_of(
     numbers,
     segment,
     origin,
-    here,
+    tail,
     next,
     FIRST: tl.constexpr,
     COUNT: tl.constexpr,
     FOLLOWS: tl.constexpr,
     KINDS: tl.constexpr,
+    MASKED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    REVERSE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """`COUNT` rates from the `FIRST` on, as the tile sees them: at `here`, (place, whether there is one), or those that FOLLOWS at `next`."""
+    """`COUNT` rates from the `FIRST` on, as the tile sees them; those that FOLLOWS at `next`, (the next step's place, whether there is one)."""
     found = ()
     for i in tl.static_range(COUNT):
         if KINDS[FIRST + i] == 0:
             found = found + (tl.cast(numbers[FIRST + i], DTYPE),)
         elif KINDS[FIRST + i] == 1:
             found = found + (tl.load(pointers[FIRST + i] + segment).to(DTYPE),)
-        elif FOLLOWS[i]:
-            found = found + (tl.load(pointers[FIRST + i] + origin + next[0], mask=next[1], other=0).to(DTYPE),)
+        elif FOLLOWS[i] and MASKED == SKIP:
+            found = found + (tl.load(pointers[FIRST + i] + next[0], mask=next[1], other=0).to(DTYPE),)
         else:
-            found = found + (tl.load(pointers[FIRST + i] + origin + here[0], mask=here[1], other=0).to(DTYPE),)
+            here, beside = load_runs(pointers[FIRST + i], origin, tail, FOLLOWS[i], ALIGNED, REVERSE, ROWS, WIDTH)
+            found = found + ((beside if FOLLOWS[i] else here).to(DTYPE),)
     return found
 
 
@@ -114,6 +121,8 @@ def scan_tiles(
     MASKED: tl.constexpr,
     REVERSE: tl.constexpr,
     STARTS: tl.constexpr,
+    BESIDE: tl.constexpr,  # of each input, whether the builder reads it at the next step
+    ALIGNED: tl.constexpr,  # rows start at multiples of RUN
     TILED: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -123,34 +132,49 @@ def scan_tiles(
     INDEX: tl.constexpr,
 ):
     """Everything, for the tile (TILED) or the ROWS whole segments of one program."""
+    if ALIGNED:
+        length = length // RUN * RUN  # tells the compiler
     if TILED:
-        segment, start, length, tile, slot = _tile_of_program(slots, segments, length, bound, REVERSE, WIDTH, INDEX)
+        segment, start, length, tile, slot = _tile_of_program(slots, segments, length, REVERSE, WIDTH, INDEX)
+        if length <= 0:
+            return
         head = tile * WIDTH
     else:
         segment, start, length = _rows_of_program(slots, segments, length, bound, ROWS, INDEX)
         head = length * 0
     origin, tail = start + head, length - head
-    at = tl.arange(0, WIDTH)[None, :]
+    early = ()
+    if TILED:
+        tiles = tl.cdiv(length, WIDTH)
+        stride = tl.cast(bound, INDEX)
+        for channel in tl.static_range(CHANNELS):
+            looked = look_early(carries + channel * stride, stride * CHANNELS, slot, tile, tiles, REVERSE, GROUP)
+            early = early + (looked,)
+    at = places(REVERSE, WIDTH)
     inside = at < tail
-    kept = trainable(flags, origin, at, inside, MASKED)
-    steps, on = kept if MASKED == SKIP else inside, inside if MASKED == KEEP else kept
-
-    event = events(flags, segment, origin, at, head, tail, FLAGS, MASKED, REVERSE, STARTS, TILED, ROWS, WIDTH)
-    ended = ends_before(flags, segment, origin, event, head, tail, steps, FLAGS, REVERSE, STARTS)
-    terminated = terminated_at(flags, segment, origin, event, tail, ended, FLAGS, REVERSE, STARTS)
-    end = end_value(bootstrap, segment, origin, event, head, tail, ended, terminated, BOOTSTRAP, REVERSE, DTYPE)
-    preceding = tl.max_contiguous(event + 1 if REVERSE else event - 1, [1, 2])
+    kept, beside_kept = trainable(flags, origin, at, head, tail, MASKED, REVERSE, ALIGNED, ROWS, WIDTH)
+    steps = kept if MASKED == SKIP else inside
+    place, ended, terminated = boundaries(
+        flags, segment, origin, at, head, tail, beside_kept, FLAGS, MASKED, REVERSE, STARTS, ALIGNED, TILED, ROWS, WIDTH
+    )
+    end = end_value(bootstrap, segment, origin, place, head, tail, ended, terminated, BOOTSTRAP, REVERSE, DTYPE)
     continues = steps & (ended == 0)
 
     here = ()
+    beside = ()
     for i in tl.static_range(len(inputs)):
-        here = here + (tl.load(inputs[i] + origin + at, mask=on, other=0).to(DTYPE),)
+        run, run_beside = load_runs(inputs[i], origin, tail, BESIDE[i] and MASKED != SKIP, ALIGNED, REVERSE, ROWS, WIDTH)
+        if MASKED == ZERO:
+            run, run_beside = tl.where(kept, run, 0), tl.where(beside_kept, run_beside, 0)
+        here, beside = here + (run.to(DTYPE),), beside + (run_beside.to(DTYPE),)
     if CONTINUATION >= 0:
         end = tl.where(terminated, tl.cast(0, DTYPE), here[CONTINUATION])
+    next_place = origin + place + (1 if REVERSE else -1)
     following = ()
     for i in tl.static_range(len(FOLLOWING)):
-        reads = trainable(flags, origin, preceding, continues, MASKED) if MASKED == ZERO else continues
-        found = tl.load(inputs[FOLLOWING[i]] + origin + preceding, mask=reads, other=0).to(DTYPE)
+        found = beside[FOLLOWING[i]]
+        if MASKED == SKIP:
+            found = tl.load(inputs[FOLLOWING[i]] + next_place, mask=continues, other=0).to(DTYPE)
         following = following + (tl.where(ended, end, found),)
     if CONTINUATION >= 0:
         following = following + (end,)
@@ -158,11 +182,27 @@ def scan_tiles(
     solved = ()
     before = ()
     for channel in tl.static_range(CHANNELS):
-        places, next_places = (at, steps), (preceding, continues)
         taken = _rates_of(
-            rates, rate_numbers, segment, origin, places, next_places, channel * RATES, RATES, RATE_FOLLOWS, RATE_KINDS, DTYPE
+            rates,
+            rate_numbers,
+            segment,
+            origin,
+            tail,
+            (next_place, continues),
+            channel * RATES,
+            RATES,
+            RATE_FOLLOWS,
+            RATE_KINDS,
+            MASKED,
+            ALIGNED,
+            REVERSE,
+            ROWS,
+            WIDTH,
+            DTYPE,
         )
         a, b = coefficients(here, following, taken)
+        if channel == 0:
+            numbers = taken
         if END_IS_CARRY:
             a = tl.where(ended & (end != 0), a + b * end, a)
         a = tl.where(steps, a, tl.cast(0, DTYPE))
@@ -170,10 +210,20 @@ def scan_tiles(
         first, second, third, run_a, run_b, before_a, before_b = up_runs(a, b, REVERSE, ROWS, WIDTH)
         entering = tl.cast(0, DTYPE)
         if TILED:
-            tiles = tl.maximum(tl.cdiv(length, WIDTH), 1)
-            words = carries + channel * CARRY_WORDS
             entering = entering_carry(
-                run_a, run_b, words, slot, tile, tiles, REVERSE, GROUP, WIDTH // RUN, CARRY_WORDS * CHANNELS, DTYPE, WORD
+                run_a,
+                run_b,
+                early[channel],
+                carries + channel * stride,
+                stride * CHANNELS,
+                slot,
+                tile,
+                tiles,
+                REVERSE,
+                GROUP,
+                WIDTH // RUN,
+                DTYPE,
+                WORD,
             )
         entering = before_a + carried(before_b, entering)
         x, preceding_x = down_runs(entering, first, second, third, a, b, REVERSE, ROWS, WIDTH)
@@ -181,9 +231,6 @@ def scan_tiles(
         solved, before = solved + (x,), before + (preceding_x,)
     if CHANNELS == 1:
         solved, before = solved + (solved[0],), before + (before[0],)
-    numbers = _rates_of(
-        rates, rate_numbers, segment, origin, (at, steps), (preceding, continues), 0, RATES, RATE_FOLLOWS, RATE_KINDS, DTYPE
-    )
     values = results(here, following, solved, before, numbers)
     for i in tl.static_range(len(outputs)):
-        tl.store(outputs[i] + origin + at, tl.where(kept, values[i], 0.0).to(outputs[i].dtype.element_ty), mask=inside)
+        store_runs(outputs[i], origin, tail, tl.where(kept, values[i], 0.0), ALIGNED, TILED, REVERSE, ROWS, WIDTH)

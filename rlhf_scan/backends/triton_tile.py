@@ -17,6 +17,25 @@ RUN = tl.constexpr(8)
 
 
 @triton.jit
+def run_numbers(REVERSE: tl.constexpr, WIDTH: tl.constexpr):
+    """[runs], in scan order: the compiler would scan backward by turning everything around twice."""
+    runs = tl.arange(0, WIDTH // RUN)
+    return runs * -1 + (WIDTH // RUN - 1) if REVERSE else runs
+
+
+@triton.jit
+def run_starts(REVERSE: tl.constexpr, WIDTH: tl.constexpr):
+    """[runs]: the first place of each run."""
+    return run_numbers(REVERSE, WIDTH) * RUN
+
+
+@triton.jit
+def places(REVERSE: tl.constexpr, WIDTH: tl.constexpr):
+    """[1, WIDTH]: each token's place in its tile; within a run they ascend."""
+    return tl.reshape(run_starts(REVERSE, WIDTH)[:, None] + tl.arange(0, RUN)[None, :], (1, WIDTH))
+
+
+@triton.jit
 def carried(b, x):
     """What a step passes on of x: where b is 0 nothing, not even NaN."""
     return tl.where(b == 0, 0.0, b * x)
@@ -72,7 +91,7 @@ def up_runs(a, b, REVERSE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
     run_a, run_b = third[4], third[5]
     before_a, before_b = tl.zeros_like(run_a), tl.zeros_like(run_b) + 1
     if WIDTH > RUN:
-        run_a, run_b, before_a, before_b = tl.associative_scan((run_a, run_b, before_a, before_b), 1, _compose_and_before, reverse=REVERSE)
+        run_a, run_b, before_a, before_b = tl.associative_scan((run_a, run_b, before_a, before_b), 1, _compose_and_before)
     return first, second, third, run_a, run_b, before_a, before_b
 
 
@@ -111,7 +130,7 @@ def nearest(places, none, REVERSE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.c
     beyond = tl.zeros_like(run) + none
     if WIDTH > RUN:
         if REVERSE:
-            _, beyond = tl.associative_scan((run, beyond), 1, _smallest_and_before, reverse=True)
+            _, beyond = tl.associative_scan((run, beyond), 1, _smallest_and_before)
         else:
             _, beyond = tl.associative_scan((run, beyond), 1, _largest_and_before)
     if REVERSE:
