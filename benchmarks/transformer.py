@@ -37,7 +37,8 @@ class Block(nn.Module):
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.from_attention(attended.transpose(1, 2).reshape(batch, steps, width))
-        return x + self.feed_forward(self.norms[1](x))
+        changed: Tensor = x + self.feed_forward(self.norms[1](x))
+        return changed
 
 
 class Transformer(nn.Module):

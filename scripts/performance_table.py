@@ -1,0 +1,50 @@
+"""Writes README's table of speeds from the committed results: ``python -m scripts.performance_table``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results" / "h200.json"
+START, STOP = "<!-- performance -->\n", "<!-- /performance -->\n"
+# (group, how a work's name begins, what README calls it)
+ROWS = (
+    ("packed", "gae, packed, 1024 x 16384, gamma 1", "GAE, a pack of 1024 x 16384 tokens"),
+    ("packed", "gae, packed, 128 x 131072, gamma 1, lam 1", "GAE, 128 x 131072, lambda 1"),
+    ("mixed", "gae, packed", "GAE, 16M tokens in segments of 16 to 131072, mask and flags"),
+    ("frameworks", "gae, rows, 1024 x 8192", "GAE, 1024 x 8192"),
+)
+
+
+def table(results: dict[str, Any]) -> str:
+    """The table, from results; README says where all of them are."""
+    environment = results["environment"]
+    head = f"on one {environment['device']}, of copy bandwidth, [others](benchmarks/results/{RESULTS.stem}.md)".split(", ")
+    lines = [_line(["speed", *head]), _line(["---"] * 4)]
+    for group, name, words in ROWS:
+        work = next(work for work in results["works"] if work["group"] == group and work["name"].startswith(name))
+        times = {row["provider"]: row["time"] for row in work["rows"] if "time" in row}
+        (ours,) = (row for row in work["rows"] if row["provider"] == "ours")
+        others = sorted((time, other) for other, time in times.items() if not other.startswith("ours"))
+        faster = ", ".join(f"{other} {report.ratio(time / ours['time'])}" for time, other in others)
+        lines.append(_line([words, f"{report.number(ours['time'])} us", f"{ours['share']:.0%}", faster]))
+    return "".join(lines)
+
+
+def page(text: str) -> str:
+    """`text` with the table of now between its marks; nothing is there before the first results are committed."""
+    before, rest = text.split(START)
+    _, after = rest.split(STOP)
+    return f"{before}{START}{table(report.read(RESULTS)) if RESULTS.is_file() else ''}{STOP}{after}"
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
