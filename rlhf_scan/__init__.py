@@ -9,6 +9,7 @@ from .linear import linear_scan
 from .off_policy import Retrace, VTrace, retrace, retrace_from_policy, vtrace
 from .ppo import PPOAdvantages, ppo_advantages
 from .requests import CreditRequest, CreditResult
+from . import served as _served  # noqa: F401  # makes them known
 from .segments import Segments
 from .turns import clock_rate, turn_returns
 from .version import __version__

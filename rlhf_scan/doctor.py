@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from .call import BACKENDS, MASK_MODES
+from .call import BACKENDS
 from .dispatch import choose_backend
 from .engine import LocalEngine
 from .errors import BackendError
-from .estimators import Estimator, served
+from .operations import EITHER, PER_ACTION, PER_SEQUENCE, PER_TOKEN, Argument, Operation, operations
 from .requests import CreditRequest
 from .rollout import device_for, on_device
 from .version import __version__
@@ -55,7 +55,8 @@ def examine() -> dict[str, Any]:
 
 def self_test(backend: str, ops: Collection[str] | None = None) -> Iterator[SelfTest]:
     """Run `ops` (None: all that are served) on `backend` and on the reference, over rows and packs with masks, ends and bootstraps."""
-    return (_test_estimator(entry, backend) for entry in served() if ops is None or entry.name in ops)
+    tested = (entry for entry in operations() if entry.takes_backend)
+    return (_test_operation(entry, backend) for entry in tested if ops is None or entry.name in ops)
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -80,7 +81,7 @@ def _examine_backend(name: str) -> dict[str, Any]:
     return {"why_not": None, "self_tests": [asdict(test) for test in self_test(name)]}
 
 
-def _test_estimator(entry: Estimator, backend: str) -> SelfTest:
+def _test_operation(entry: Operation, backend: str) -> SelfTest:
     worst = 0.0
     for request in _samples(entry):
         try:
@@ -98,26 +99,38 @@ def _test_estimator(entry: Estimator, backend: str) -> SelfTest:
     return SelfTest(entry.name, worst <= 1, worst, detail)
 
 
-def _samples(entry: Estimator) -> Iterator[CreditRequest]:
+def _samples(entry: Operation) -> Iterator[CreditRequest]:
     """Small requests that use every optional tensor, in both layouts, with each meaning of a masked token."""
     generator = torch.Generator().manual_seed(0)
-    for masked in MASK_MODES:
-        rates = dict.fromkeys(entry.rates, 0.9)
-        option = {"masked": masked} if "mask" in entry.takes else {}
+    masked = entry.options.get("masked")
+    for word in masked.words if masked is not None else ("",):
+        option = {"masked": word} if word else {}
+        rates = {name: 0.9 for name in entry.options if name in entry.tensors}
         yield CreditRequest(entry.name, _tensors(entry, (3, 17), 3, generator), {**option, **rates})
-        pack = _tensors(entry, (40,), 4, generator)
-        yield CreditRequest(entry.name, {**pack, "cu_seqlens": torch.tensor([0, 1, 1, 23, 40])}, option)
+        if entry.packs:
+            pack = _tensors(entry, (40,), 4, generator)
+            yield CreditRequest(entry.name, {**pack, "cu_seqlens": torch.tensor([0, 1, 1, 23, 40])}, option)
 
 
-def _tensors(entry: Estimator, shape: tuple[int, ...], segments: int, generator: torch.Generator) -> dict[str, Tensor]:
-    actions = entry.expectation or ()
-    tensors = {name: torch.randn((*shape, 3) if name in actions else shape, generator=generator) for name in entry.arguments}
-    for name, share in (("mask", 0.8), ("terminated", 0.1), ("truncated", 0.1)):
-        if name in entry.takes:
-            tensors[name] = torch.rand(shape, generator=generator) < share
-    if entry.end_name is not None:
-        tensors[entry.end_name] = torch.randn(segments, generator=generator)
+def _tensors(entry: Operation, shape: tuple[int, ...], segments: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """One of each that is no parameter and stands in no other's place."""
+    left_out = {name for pair in entry.choices.values() for name in pair} | set(entry.options)
+    sizes = {PER_TOKEN: shape, PER_ACTION: (*shape, 3), PER_SEQUENCE: (segments,)}
+    tensors: dict[str, Tensor] = {}
+    for name, argument in entry.tensors.items():
+        if name in left_out or not (argument.required or argument.shape in (*sizes, EITHER)):
+            continue
+        either = shape if argument.kind == "flag" else (segments,)
+        tensors[name] = _tensor(argument, sizes.get(argument.shape, (segments, 3)) if argument.shape != EITHER else either, generator)
     return tensors
+
+
+def _tensor(argument: Argument, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    if argument.kind == "integer":
+        return torch.randint(0, 3, size, generator=generator)
+    if argument.kind == "flag":
+        return torch.rand(size, generator=generator) < (0.1 if argument.shape == EITHER else 0.8)
+    return torch.randn(size, generator=generator)
 
 
 def _version(package: str) -> str | None:

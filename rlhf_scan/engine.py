@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -12,7 +12,9 @@ from .batching import Batch, batches
 from .dispatch import choose_backend, estimate, made_choices
 from .errors import InputError
 from .estimators import Estimator, estimator
-from .requests import CreditRequest, CreditResult, estimate_arguments
+from .operations import Operation
+from .requests import CreditRequest, CreditResult, call_arguments, check_names, estimate_arguments
+from .segments import Segments
 from .version import __version__
 
 
@@ -48,18 +50,38 @@ def execute(requests: Sequence[CreditRequest], *, backend: str = "auto", validat
         InputError: a request is wrong. No result is returned then: run untrusted requests one by one.
         BackendError: the backend cannot run here.
     """
-    results: list[CreditResult | None] = [None] * len(requests)
-    calls = [estimate_arguments(request) for request in requests]
+    results: dict[int, CreditResult] = {}
+    entries = [check_names(request) for request in requests]
+    sharing = [index for index, entry in enumerate(entries) if entry.run is None]
+    calls = [estimate_arguments(requests[index]) for index in sharing]
     for batch in batches(calls):
         try:
             shared = _run(batch, backend, validate)
         except InputError:
-            for index in batch.members:  # alone, so that the error counts the tokens of the request that is wrong
-                _run(batches([calls[index]])[0], backend, validate)
+            for member in batch.members:  # alone, so that the error counts the tokens of the request that is wrong
+                _run(batches([calls[member]])[0], backend, validate)
             raise
-        for index, result in zip(batch.members, shared, strict=True):
-            results[index] = result
-    return [result for result in results if result is not None]
+        results |= {sharing[member]: result for member, result in zip(batch.members, shared, strict=True)}
+    for index, entry in enumerate(entries):
+        if entry.run is not None:
+            results[index] = _run_alone(entry, entry.run, requests[index], backend, validate)
+    return [results[index] for index in range(len(requests))]
+
+
+def _run_alone(entry: Operation, run: Callable[..., Any], request: CreditRequest, backend: str, validate: str) -> CreditResult:
+    """A request that shares nothing: what it computes may depend on all its tokens together."""
+    arguments = call_arguments(request)
+    started = time.perf_counter()
+    where = {"backend": backend, "validate": validate} if entry.takes_backend else {}
+    found = run(**arguments, **where)
+    outputs = found._asdict() if hasattr(found, "_asdict") else {entry.outputs[0]: found}
+    tensors = {name: outputs[name] for name in entry.outputs}
+    first = request.tensors[entry.required[0]]
+    report = _report(started, first.device, choose_backend(backend, first.device) if entry.takes_backend else "torch", 0)
+    segments: Segments | None = arguments.get("segments")
+    count = segments.count if segments is not None else (1 if first.dim() == 1 else len(first))
+    extra = {} if entry.report is None else entry.report(found)
+    return CreditResult(tensors, {**report, "segments": count, "tokens": first.numel(), **extra})
 
 
 def _run(batch: Batch, backend: str, validate: str) -> list[CreditResult]:
@@ -68,23 +90,27 @@ def _run(batch: Batch, backend: str, validate: str) -> list[CreditResult]:
     started = time.perf_counter()
     outputs = estimate(**arguments, backend=backend, validate=validate)
     device = outputs[0].device
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    elapsed = time.perf_counter() - started
     chosen = choose_backend(backend, device)
-    report = {
-        "backend": chosen,
-        "device": str(device),
-        "milliseconds": round(elapsed * 1e3, 3),
-        "shared_with": len(batch.members) - 1,
-        "version": __version__,
-    }
+    report = _report(started, device, chosen, len(batch.members) - 1)
     parts = batch.split(outputs)
     counts = _counts(entry, batch, chosen)
     return [
         CreditResult(dict(zip(entry.outputs, tensors, strict=True)), {**report, "segments": segments, "tokens": tokens, **counted})
         for tensors, (segments, tokens), counted in zip(parts, batch.sizes, counts, strict=True)
     ]
+
+
+def _report(started: float, device: torch.device, backend: str, shared_with: int) -> dict[str, Any]:
+    """What each result says of how it was made, once it is."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return {
+        "backend": backend,
+        "device": str(device),
+        "milliseconds": round((time.perf_counter() - started) * 1e3, 3),
+        "shared_with": shared_with,
+        "version": __version__,
+    }
 
 
 def _counts(entry: Estimator, batch: Batch, backend: str) -> list[dict[str, int]]:

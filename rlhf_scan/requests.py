@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,22 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import BOUNDARIES, MASK_MODES
-from .checks import FLOATS, check_option
+from .checks import check_option
 from .errors import InputError
-from .estimators import Estimator, served_estimator
+from .estimators import Estimator, estimator
+from .operations import DTYPES, Operation, of_estimator, operation, parse_option
 from .segments import Segments
 
 LAYOUTS = ("cu_seqlens", "lengths", "position_ids", "segment_ids")
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 
 
 @dataclass(frozen=True)
 class CreditRequest:
-    """One call of an estimator.
+    """One call of an estimator, or of another function that `rlhf_scan.operations` knows.
 
     Attributes:
-        op: the estimator's name, such as "gae".
+        op: its name, such as "gae".
         tensors: its tensor arguments by name (rates may be among them), and for a pack one of `cu_seqlens`, `lengths`, `position_ids`,
             `segment_ids`.
         params: its other keyword arguments: rates as numbers, `masked`, `dtype` (a name such as "float32").
@@ -44,47 +42,55 @@ class CreditResult:
     report: Mapping[str, Any]
 
 
-def tensor_names(entry: Estimator) -> tuple[str, ...]:
+def tensor_names(entry: Operation) -> tuple[str, ...]:
     """Every tensor that a request for `entry` may hold."""
-    end = () if entry.end_name is None else (entry.end_name,)
-    return (*entry.arguments, *entry.chosen, *entry.takes, *end, *entry.rates, *LAYOUTS)
+    return (*entry.tensors, *(LAYOUTS if entry.packs else ()))
 
 
-def integer_names(entry: Estimator) -> tuple[str, ...]:
+def integer_names(entry: Operation) -> tuple[str, ...]:
     """Those of them that hold integers."""
-    return (*LAYOUTS, *(actions for _, actions in entry.choices.values()))
-
-
-def param_names(entry: Estimator) -> tuple[str, ...]:
-    """Every parameter that a request for `entry` may hold."""
-    return (*entry.rates, *options(entry), "dtype")
+    return (*(name for name, argument in entry.tensors.items() if argument.kind == "integer"), *(LAYOUTS if entry.packs else ()))
 
 
 def options(entry: Estimator) -> dict[str, tuple[str, ...]]:
     """Which words each option of `entry` may be; the first is the default."""
-    masked = {"masked": MASK_MODES} if "mask" in entry.takes else {}
-    return masked | ({"boundary": BOUNDARIES} if entry.starts else {})
+    return {name: option.words for name, option in of_estimator(entry).options.items() if option.kind == "word"}
 
 
 def parse_params(op: str, strings: Mapping[str, str]) -> dict[str, Any]:
     """Parameters written as text (a file's metadata, a query string) -> typed; InputError names the bad one."""
-    entry = served_estimator(op)
-    _refuse_unknown(op, "parameter", strings, param_names(entry))
-    return {name: _parse_rate(op, name, text) if name in entry.rates else text for name, text in strings.items()}
+    entry = operation(op)
+    _refuse_unknown(op, "parameter", strings, tuple(entry.options))
+    return {name: parse_option(op, name, entry.options[name], text) for name, text in strings.items()}
 
 
-def estimate_arguments(request: CreditRequest) -> dict[str, Any]:
-    """The keyword arguments of `rlhf_scan.dispatch.estimate` that `request` stands for. Checks names and option values, not tensors."""
-    entry = served_estimator(request.op)
+def check_names(request: CreditRequest) -> Operation:
+    """The operation that `request` names, after checking that it knows the names in it and has what it needs."""
+    entry = operation(request.op)
     op = entry.name
     _refuse_unknown(op, "tensor", request.tensors, tensor_names(entry))
-    _refuse_unknown(op, "parameter", request.params, param_names(entry))
+    _refuse_unknown(op, "parameter", request.params, tuple(entry.options))
     missing = [name for name in entry.required if name not in request.tensors]
     if missing:
         raise InputError(f"{op}: tensors must hold {list(entry.required)}, got no {missing[0]}; add it")
     twice = sorted(set(request.tensors) & set(request.params))
     if twice:
         raise InputError(f"{op}: {twice[0]} must be given once, got a tensor and a parameter; drop one")
+    return entry
+
+
+def call_arguments(request: CreditRequest) -> dict[str, Any]:
+    """The keyword arguments of ``Operation.run`` that `request`, whose names are checked, stands for."""
+    entry = operation(request.op)
+    tensors = {name: tensor for name, tensor in request.tensors.items() if name not in LAYOUTS or name in entry.tensors}
+    dtype = {"dtype": _dtype(entry.name, request.params["dtype"])} if "dtype" in request.params else {}
+    return {**tensors, **request.params, **dtype, **({"segments": segments_of(request)} if entry.packs else {})}
+
+
+def estimate_arguments(request: CreditRequest) -> dict[str, Any]:
+    """The keyword arguments of `rlhf_scan.dispatch.estimate` that `request`, whose names are checked, stands for."""
+    entry = estimator(request.op)
+    op = entry.name
     rates = {name: request.tensors.get(name, _rate(op, name, request.params, rate.default)) for name, rate in entry.rates.items()}
     chosen = {name: request.params.get(name, words[0]) for name, words in options(entry).items()}
     for name, words in options(entry).items():
@@ -132,18 +138,6 @@ def _refuse_unknown(op: str, kind: str, given: Mapping[str, Any], known: tuple[s
     unknown = [name for name in given if name not in known]
     if unknown:
         raise InputError(f"{op}: {kind} names must be among {list(known)}, got {unknown[0]!r}; drop or rename it")
-
-
-def _parse_rate(op: str, name: str, text: str) -> float | None:
-    if text.lower() == "none":
-        return None
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if math.isnan(number):
-        raise InputError(f"{op}: {name} must be a number, got {text!r}; pass a value such as 0.99")
-    return number
 
 
 def _dtype(op: str, name: str | torch.dtype | None) -> torch.dtype | None:

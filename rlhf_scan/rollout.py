@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -20,6 +19,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from .errors import InputError
+from .operations import operations, option_text
 from .requests import LAYOUTS, CreditRequest, CreditResult, parse_params
 
 # What a body that is not safetensors starts with, and what it then is.
@@ -39,7 +39,8 @@ def request_to_bytes(request: CreditRequest) -> bytes:
         InputError: a tensor or parameter cannot be written.
     """
     rates = {name: value for name, value in request.params.items() if isinstance(value, Tensor)}
-    texts = {name: _text(name, value) for name, value in request.params.items() if name not in rates}
+    known = next((entry.options for entry in operations() if entry.name == request.op), {})
+    texts = {name: option_text(name, value, known.get(name)) for name, value in request.params.items() if name not in rates}
     return _to_bytes({**request.tensors, **rates}, {"op": request.op, **texts})
 
 
@@ -149,21 +150,6 @@ def _to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> byt
         return save(dense, metadata=dict(metadata))
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise InputError(f"rollout: tensors and metadata must fit into a safetensors file, got {error}; mend that entry") from error
-
-
-def _text(name: str, value: Any) -> str:
-    """A parameter as text, such that `parse_params` gets it back bit for bit."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if value is None:
-        return "none"
-    if isinstance(value, float):
-        return float.__repr__(value)  # numpy's own repr is not a number
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    raise InputError(f"rollout: {name} must be a number, a string or a tensor, got {type(value).__name__}; convert it")
 
 
 def _what_it_is(data: bytes, error: Exception) -> str:

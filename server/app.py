@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from rlhf_scan.dispatch import choose_backend
 from rlhf_scan.doctor import self_test
 from rlhf_scan.errors import InputError
-from rlhf_scan.estimators import Estimator, served
+from rlhf_scan.operations import Operation, operations
 from rlhf_scan.rollout import device_for
 from rlhf_scan.version import __version__
 
@@ -52,7 +52,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app = FastAPI(title="rlhf-scan", version=__version__, lifespan=lifespan, redirect_slashes=False, redoc_url=None)
     problems.install(app)
     app.add_middleware(Measured, metrics=metrics)
-    for entry in served():
+    for entry in operations():
         app.post(f"/v1/{entry.name}", **describe(entry))(_route(entry, settings, worker, metrics))
 
     @app.get("/healthz", summary="Whether the process answers")
@@ -98,7 +98,7 @@ class Readiness:
         return None
 
 
-def _route(entry: Estimator, settings: Settings, worker: Worker, metrics: Metrics) -> Callable[[Request], Awaitable[Response]]:
+def _route(entry: Operation, settings: Settings, worker: Worker, metrics: Metrics) -> Callable[[Request], Awaitable[Response]]:
     op = entry.name
 
     async def run(request: Request) -> Response:

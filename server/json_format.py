@@ -13,14 +13,18 @@ import torch
 from torch import Tensor
 
 from rlhf_scan.errors import InputError
-from rlhf_scan.estimators import served_estimator
-from rlhf_scan.requests import CreditRequest, CreditResult, integer_names
+from rlhf_scan.operations import operation
+from rlhf_scan.requests import LAYOUTS, CreditRequest, CreditResult
 
 from .problems import Problem
 
-FLAGS = ("mask", "terminated", "truncated")
 _KEY = re.compile(rb'"(\w+)"\s*:')
 _SHAPE = "a list [..] for a pack or one row, or equally long lists [[..], [..]] for rows"
+_ALLOWED: dict[str, tuple[set[type], str]] = {
+    "integer": ({int}, "integers"),
+    "flag": ({int, float, bool}, "numbers or booleans"),
+    "number": ({int, float}, "numbers"),
+}
 _DEEPEST = 3  # [B, T, A]; deeper lists could exhaust the stack
 
 
@@ -44,8 +48,9 @@ def request_from_json(op: str, body: bytes) -> CreditRequest:
         )
     tensors = _object(op, "tensors", document.get("tensors"))
     params = _object(op, "params", document.get("params", {}))
-    integers = integer_names(served_estimator(op))
-    return CreditRequest(op, {name: _tensor(op, name, value, name in integers) for name, value in tensors.items()}, params)
+    known = operation(op).tensors
+    kinds = {name: known[name].kind if name in known else "integer" if name in LAYOUTS else "number" for name in tensors}
+    return CreditRequest(op, {name: _tensor(op, name, value, kinds[name]) for name, value in tensors.items()}, params)
 
 
 def result_to_json(op: str, result: CreditResult) -> bytes:
@@ -72,13 +77,13 @@ def _object(op: str, name: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def _tensor(op: str, name: str, value: Any, integer: bool) -> Tensor:
-    """A number, a list or equally long lists, nested at most _DEEPEST deep, as a tensor of the dtype that `name` has."""
+def _tensor(op: str, name: str, value: Any, kind: str) -> Tensor:
+    """A number, a list or equally long lists, nested at most _DEEPEST deep, as a tensor of the dtype that its kind has."""
     numbers, shape = _flatten(op, name, value)
-    allowed = {int} if integer else {int, float, bool} if name in FLAGS else {int, float}
+    integer = kind == "integer"
+    allowed, what = _ALLOWED[kind]
     wrong = next((number for number in numbers if type(number) not in allowed), None) if set(map(type, numbers)) - allowed else 0
     if type(wrong) not in allowed:
-        what = "integers" if integer else "numbers or booleans" if name in FLAGS else "numbers"
         raise InputError(f"{op}: {name} must hold {what}, got {_kind(wrong)}; send {_SHAPE}")
     try:
         dense = torch.from_numpy(np.asarray(array("q" if integer else "d", numbers))).reshape(shape)
@@ -86,7 +91,7 @@ def _tensor(op: str, name: str, value: Any, integer: bool) -> Tensor:
         raise InputError(f"{op}: {name} must fit int64, got a larger integer; send smaller ones") from error
     if integer:
         return dense
-    if name in FLAGS:
+    if kind == "flag":
         return dense != 0
     tensor = dense.float()
     if bool(tensor.isinf().any()):

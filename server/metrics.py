@@ -9,7 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rlhf_scan.estimators import served
+from rlhf_scan.operations import operations
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _ROUTES = "/v1/"
@@ -40,7 +40,7 @@ class Measured:
         """Wrap `app`."""
         self.app = app
         self.metrics = metrics
-        self.ops = {entry.name for entry in served()}
+        self.ops = {entry.name for entry in operations()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, and count."""

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from rlhf_scan.errors import InputError, RlhfScanError
-from rlhf_scan.estimators import served
+from rlhf_scan.operations import operations
 
 MEDIA_TYPE = "application/problem+json"
 # A message may quote what was sent.
@@ -78,7 +78,7 @@ def _as_problem(request: Request, error: Exception) -> Problem:
 def _advice(request: Request, error: HTTPException) -> str:
     path = request.url.path
     if error.status_code == 404 and path.startswith("/v1/"):
-        return f"op must be one of {sorted(entry.name for entry in served())}, got {path.removeprefix('/v1/')!r}; POST to /v1/<op>"
+        return f"op must be one of {sorted(entry.name for entry in operations())}, got {path.removeprefix('/v1/')!r}; POST to /v1/<op>"
     if error.status_code == 404:
         return f"there is nothing at {path}; see /openapi.json for what there is"
     if error.status_code == 405:

@@ -7,26 +7,17 @@ from typing import Any
 
 from starlette.responses import Response
 
-from rlhf_scan.estimators import Estimator, Rate
-from rlhf_scan.requests import DTYPES, integer_names, options, tensor_names
+from rlhf_scan.operations import PER_ACTION, Operation, Option
+from rlhf_scan.requests import tensor_names
 
 from .formats import JSON, SAFETENSORS
-from .json_format import FLAGS
 from .problems import MEDIA_TYPE
 
-_MEANINGS = {
-    "mask": "Nonzero at trainable tokens, in the shape of the inputs.",
-    "terminated": "Nonzero where the episode ends, per token, or per segment for its last token.",
-    "truncated": "Nonzero where the episode is cut, per token, or per segment for its last token.",
-    "bootstrap": "The value that follows: per segment, or per token (read at truncated and last tokens).",
-    "initial": "The value before the first step of each segment.",
+_LAYOUT_MEANINGS = {
     "cu_seqlens": "Cumulative sequence lengths of a pack: 0, then the end of each segment.",
     "lengths": "Length of each segment of a pack.",
     "position_ids": "Position of each token in its segment.",
     "segment_ids": "Id of each token's segment.",
-    "masked": "What a masked token does to the recursion.",
-    "boundary": "Whether `terminated` marks the last token of an episode or the first.",
-    "dtype": "Of the outputs; without it, that of the inputs.",
 }
 _ERRORS = {
     400: "The body cannot be read",
@@ -39,7 +30,7 @@ _ERRORS = {
 }
 
 
-def describe(entry: Estimator) -> dict[str, Any]:
+def describe(entry: Operation) -> dict[str, Any]:
     """Keyword arguments of the route that serves `entry`."""
     return {
         "summary": entry.summary,
@@ -60,19 +51,17 @@ def _content(json_schema: dict[str, Any], file_schema: dict[str, Any]) -> dict[s
     return {SAFETENSORS: {"schema": file_schema}, JSON: {"schema": json_schema}}
 
 
-def _request(entry: Estimator) -> dict[str, Any]:
+def _request(entry: Operation) -> dict[str, Any]:
     tensors = _object({name: _tensor(entry, name) for name in tensor_names(entry)}, required=list(entry.required))
     if entry.choices:
         # Each input in one of its ways.
         tensors["allOf"] = [{"oneOf": [{"required": [name]}, {"required": list(pair)}]} for name, pair in entry.choices.items()]
         tensors["dependentRequired"] = {name: [other] for a, b in entry.choices.values() for name, other in ((a, b), (b, a))}
-    params: dict[str, dict[str, Any]] = {name: _rate(rate) for name, rate in entry.rates.items()}
-    params |= {name: {"enum": list(words), "default": words[0], "description": _MEANINGS[name]} for name, words in options(entry).items()}
-    params["dtype"] = {"enum": list(DTYPES), "description": _MEANINGS["dtype"]}
-    return _object({"tensors": tensors, "params": _object(params)}, required=["tensors"])
+    params = _object({name: _option(option) for name, option in entry.options.items()})
+    return _object({"tensors": tensors, "params": params}, required=["tensors"])
 
 
-def _file(entry: Estimator) -> dict[str, Any]:
+def _file(entry: Operation) -> dict[str, Any]:
     return {
         **_BYTES,
         "description": f"A safetensors file with the tensors {', '.join(tensor_names(entry))}, of which "
@@ -81,35 +70,46 @@ def _file(entry: Estimator) -> dict[str, Any]:
     }
 
 
-def _ways(entry: Estimator) -> str:
+def _ways(entry: Operation) -> str:
     return "".join(f", and {name} or {' and '.join(pair)}" for name, pair in entry.choices.items())
 
 
-def _result(entry: Estimator) -> dict[str, Any]:
+def _result(entry: Operation) -> dict[str, Any]:
     tensors = _object({name: _numbers("number") for name in entry.outputs}, required=list(entry.outputs))
     return _object({"tensors": tensors, "report": {"type": "object"}}, required=["tensors", "report"])
 
 
-def _tensor(entry: Estimator, name: str) -> dict[str, Any]:
-    if name in entry.per_action:
-        return {"description": "[B, T, A], or packed [N, A]: one entry per action."}
-    for replaced, pair in entry.choices.items():
-        if name == pair[1]:
-            return {
-                **_numbers("integer"),
-                "description": f"[B, T], or packed [N]: which action was taken; with {pair[0]} in place of {replaced}.",
-            }
-    if name in entry.arguments:
-        return {**_numbers("number"), "description": "[B, T], or packed [N]."}
-    if name in entry.rates:
-        return {**_numbers("number"), "description": f"{name} per segment or per token, instead of the parameter."}
-    kind = "integer" if name in integer_names(entry) else ["number", "boolean"] if name in FLAGS else "number"
-    return {**_numbers(kind), "description": _MEANINGS[name]}
+def _tensor(entry: Operation, name: str) -> dict[str, Any]:
+    argument = entry.tensors.get(name)
+    if argument is None:
+        return {**_numbers("integer"), "description": _LAYOUT_MEANINGS[name]}
+    description = argument.shape + (f": {argument.meaning}" if argument.meaning else "") + "."
+    if argument.shape == PER_ACTION:
+        return {"description": description}
+    kinds: dict[str, str | list[str]] = {"number": "number", "flag": ["number", "boolean"], "integer": "integer"}
+    return {**_numbers(kinds[argument.kind]), "description": description}
 
 
-def _rate(rate: Rate) -> dict[str, Any]:
-    schema = {"type": "number" if rate.default is not None else ["number", "null"], "minimum": 0, "default": rate.default}
-    return {**schema, **({"maximum": rate.largest} if math.isfinite(rate.largest) else {}), "description": rate.meaning}
+def _option(option: Option) -> dict[str, Any]:
+    number: dict[str, Any] = {"type": "number"}
+    if math.isfinite(option.least):
+        number["minimum"] = option.least
+    if math.isfinite(option.largest):
+        number["maximum"] = option.largest
+    words = {"type": "string", "enum": list(option.words)}
+    schemas: dict[str, list[dict[str, Any]]] = {
+        "number": [number],
+        "word": [words],
+        "dtype": [words],
+        "switch": [{"type": "boolean"}],
+        "word or switch": [words, {"type": "boolean"}],
+        "words": [{"type": "array", "items": words}],
+        "range": [number, {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}],
+    }
+    ways = schemas[option.kind] + ([{"type": "null"}] if option.default is None and option.kind != "dtype" else [])
+    schema = ways[0] if len(ways) == 1 else {"anyOf": ways}
+    default = {} if option.default is None and option.kind == "dtype" else {"default": option.default}
+    return {**schema, **default, "description": option.meaning}
 
 
 def _numbers(kind: str | list[str]) -> dict[str, Any]:

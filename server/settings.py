@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_scan.call import BACKENDS
 from rlhf_scan.checks import check_option
 from rlhf_scan.errors import InputError
-from rlhf_scan.estimators import served
+from rlhf_scan.operations import operations
 
 PREFIX = "RLHF_SCAN_"
 
@@ -50,7 +50,7 @@ class Settings:
             if not getattr(self, name) > 0:
                 raise InputError(f"settings: {name} must be > 0, got {getattr(self, name)}; leave it out for the default")
         for op in self.warm_ops:
-            check_option("settings", "warm", op, [entry.name for entry in served()])
+            check_option("settings", "warm", op, [entry.name for entry in operations()])
 
     @property
     def warm_ops(self) -> tuple[str, ...]:

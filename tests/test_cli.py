@@ -22,6 +22,7 @@ from service import SAFETENSORS
 
 from rlhf_scan import CreditRequest, LocalEngine, __version__, cli
 from rlhf_scan.estimators import estimator, register, unregister
+from rlhf_scan.operations import of_estimator
 from rlhf_scan.rollout import read_result, result_from_bytes, write_request
 from rlhf_scan.server import HttpEngine
 
@@ -147,7 +148,7 @@ def test_doctor_reports_versions_backends_and_self_tests(run: Run, monkeypatch: 
 
 def test_doctor_exits_with_1_where_a_self_test_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf_scan.doctor.BACKENDS", ("cpu",))
-    monkeypatch.setattr("rlhf_scan.doctor.served", lambda: [estimator("wrong")])
+    monkeypatch.setattr("rlhf_scan.doctor.operations", lambda: [of_estimator(estimator("wrong"))])
     # Its formula adds what its definition subtracts.
     register(
         replace(

@@ -107,13 +107,13 @@ def test_truncation_is_what_the_stop_reason_says(backend: str, masked: str) -> N
     stopped = ends * torch.tensor([[0.0], [1.0]], device=ends.device)
     call["bootstrap"] = after
     options: dict[str, Any] = {"masked": masked, "whiten_advantages": "off", "lam": 1.0, "gamma": 0.5, "backend": backend}
-    for flags in ({"truncated": ends, "terminated": stopped}, {"terminated": stopped}):
-        again = ppo_advantages(**call, **flags, **options)
+    for truncated in (ends, None):
+        again = ppo_advantages(**call, truncated=truncated, terminated=stopped, **options)
         assert torch.equal(again.advantages, result.advantages)
 
 
 def test_length_adaptive_lambda(backend: str) -> None:
-    call = on_device(rows(values=torch.arange(10.0).reshape(2, 5)), backend)
+    call: dict[str, Any] = on_device(rows(values=torch.arange(10.0).reshape(2, 5)), backend)
     options: dict[str, Any] = {"whiten_advantages": "off", "backend": backend}
     adaptive = ppo_advantages(**call, length_adaptive_alpha=0.5, lam=0.9, **options)
     # Lengths 3 and 4: 1 - 1 / 1.5 and 1 - 1 / 2. Short sequences have 0, not less.
@@ -136,15 +136,20 @@ def test_the_log_ratio_is_clamped_before_exp(backend: str) -> None:
 
 
 def test_the_report_is_read_when_it_is_looked_at(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[int] = []
+    reads: list[Tensor] = []
     tolist = Tensor.tolist
+
+    def counted(tensor: Tensor) -> Any:
+        reads.append(tensor)
+        return tolist(tensor)
+
     call = on_device(rows(truncated=torch.tensor([1, 0])), backend)
     with monkeypatch.context() as patched:
         if backend == "triton":  # the others compute where they read
             for name in ("tolist", "item", "__bool__", "__int__", "__float__", "nonzero"):
                 patched.setattr(Tensor, name, lambda *_: pytest.fail("the device was read"))
         result = ppo_advantages(**call, score_at="post_eos", whiten_rewards="keep_mean", nonfinite="drop", backend=backend)
-    monkeypatch.setattr(Tensor, "tolist", lambda self: reads.append(1) or tolist(self))
+    monkeypatch.setattr(Tensor, "tolist", counted)
     assert result.report["trainable_tokens"] == 7
     assert dict(result.report) | {"rewards_mean": 0, "rewards_std": 0} == {
         "sequences": 2,

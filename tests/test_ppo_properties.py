@@ -155,7 +155,7 @@ def test_dtypes(backend: str, dtype: torch.dtype) -> None:
 def test_nothing_in_nothing_out(backend: str, shape: tuple[int, int]) -> None:
     empty = torch.zeros(shape, device=device_of(backend))
     for options in ({}, {"preset": "trl"}, {"preset": "openrlhf", "nonfinite": "drop", "whiten_rewards": True}):
-        result = ppo_advantages(empty, empty, empty, empty.new_zeros(shape[0]), mask=empty, backend=backend, **options)  # type: ignore[arg-type]
+        result = ppo_advantages(empty, empty, empty, empty.new_zeros(shape[0]), mask=empty, backend=backend, **options)
         assert all(output.shape == shape for output in outputs_of(result))
         assert (result.report["tokens"], result.report["sequences"]) == (0, shape[0])
     segments = Segments.from_lengths([0] * shape[0])
@@ -177,7 +177,11 @@ def test_a_bad_sequence_spoils_no_other(backend: str, name: str, poison: float) 
     options |= {"whiten_rewards": "keep_mean", "whiten_advantages": "unbiased", "score_clip": float("inf")}
     spoilt = {key: value.clone() for key, value in call.items()}
     spoilt[name][(2, 3) if name in PER_TOKEN else 2] = poison
-    others, run_with = [0, 1, 3], lambda c, **more: run(on_device(c, backend), options, backend=backend, **more)
+    others = [0, 1, 3]
+
+    def run_with(call: dict[str, Any], **more: Any) -> PPOAdvantages:
+        return run(on_device(call, backend), options, backend=backend, **more)
+
     want = outputs_of(run_with(picked(call, others)))
     results = {policy: run_with(spoilt, nonfinite=policy) for policy in ("propagate", "drop", "zero")}
     for policy in ("propagate", "drop"):

@@ -14,6 +14,7 @@ from service import JSON, SAFETENSORS, running, wait_until
 
 from rlhf_scan import CreditRequest, EngineError, LocalEngine
 from rlhf_scan.estimators import estimator, register, served, unregister
+from rlhf_scan.operations import operations
 from rlhf_scan.rollout import request_to_bytes, result_from_bytes
 from rlhf_scan.server import HttpEngine, Settings
 
@@ -263,7 +264,8 @@ def test_an_estimator_of_the_registry_is_served_and_described(held: threading.Ev
         answer = httpx.post(f"{url}/v1/held", json={"tensors": {"rewards": [1.0, 2.0]}, "params": {"gamma": 0.5}})
         assert answer.json()["tensors"] == {"returns": [2.0, 2.0]}
         paths = httpx.get(f"{url}/openapi.json").json()["paths"]
-    assert {f"/v1/{op}" for op in [*OPS, "held"]} | {"/healthz", "/readyz", "/metrics"} == set(paths)
+    assert {f"/v1/{known.name}" for known in operations()} | {"/healthz", "/readyz", "/metrics"} == set(paths)
+    assert {*OPS, "held"} < {path.removeprefix("/v1/") for path in paths}
     operation = paths["/v1/gae"]["post"]
     assert tuple(operation["requestBody"]["content"]) == tuple(operation["responses"]["200"]["content"]) == FORMATS
     body = operation["requestBody"]["content"]["application/json"]["schema"]

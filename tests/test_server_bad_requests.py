@@ -13,7 +13,7 @@ import torch
 from service import JSON, SAFETENSORS, running
 
 from rlhf_scan import CreditRequest
-from rlhf_scan.estimators import served
+from rlhf_scan.operations import operations
 from rlhf_scan.rollout import request_to_bytes
 from rlhf_scan.server import Settings
 
@@ -187,7 +187,7 @@ def test_wrong_requests_in_safetensors(url: str, content: bytes, status: int, wo
 @pytest.mark.parametrize(
     ("method", "path", "headers", "status", "words"),
     [
-        ("POST", "/v1/gea", JSON, 404, f"op must be one of {sorted(entry.name for entry in served())}, got 'gea'"),
+        ("POST", "/v1/gea", JSON, 404, f"op must be one of {sorted(entry.name for entry in operations())}, got 'gea'"),
         ("POST", "/v1/linear_scan", JSON, 404, "got 'linear_scan'"),
         ("POST", "/v1/", JSON, 404, "op must be one of"),
         ("POST", "/v1/gae/", JSON, 404, "op must be one of"),

@@ -1,7 +1,7 @@
 """Reward shaping for the Triton backend: one launch that finds where sequences end, one that shapes rewards.
 
-A program holds a part of one sequence and goes through it block by block. What it finds about its part it stores, and the parts of a sequence are
-put together in order: no atomics, the same bits on each run.
+A program holds a part of one sequence and goes through it block by block. What it finds there it stores, and parts are put together in order: no
+atomics, the same bits on each run.
 """
 
 # mypy: ignore-errors
@@ -94,9 +94,9 @@ def counted(call: ShapingCall, left_out: Tensor) -> Tensor:
     with on_device_of(call.values):
         _counted[(call.segments * parts,)](
             _flag(call.mask),
-            left_out.view(torch.uint8),
+            _flag(left_out),
             call.cu_seqlens,
-            result.view(torch.uint8),
+            _flag(result),
             call.length or 0,
             call.tokens,
             parts,
@@ -108,8 +108,8 @@ def counted(call: ShapingCall, left_out: Tensor) -> Tensor:
 
 def _parts(call: ShapingCall) -> int:
     """Into how many parts each sequence is cut."""
-    blocks = triton.cdiv(call.tokens, max(call.segments, 1) * BLOCK)
-    return max(1, min(triton.cdiv(_PROGRAMS, max(call.segments, 1)), blocks))
+    segments = max(call.segments, 1)
+    return max(1, min(triton.cdiv(_PROGRAMS, segments), triton.cdiv(call.tokens, segments * BLOCK)))
 
 
 def _flag(flag: Tensor | None) -> Tensor | None:
@@ -295,7 +295,5 @@ def _counted(mask, left_out, cu_seqlens, result, length, tokens, parts, BLOCK: t
     for begin in tl.range(first, end, BLOCK):
         token = begin + tl.arange(0, BLOCK)
         there = token < end
-        live = there
-        if mask is not None:
-            live = _is_set(mask, token, there)
+        live = there if mask is None else _is_set(mask, token, there)
         tl.store(result + token, (live & kept).to(tl.uint8), mask=there)
