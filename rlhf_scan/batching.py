@@ -39,6 +39,8 @@ class Batch:
 
 def batches(calls: Sequence[Mapping[str, Any]]) -> list[Batch]:
     """Group `calls` (arguments of `estimate`) so that each group is one call: same estimator, options, dtypes, devices and kinds of shape."""
+    if len(calls) == 1:
+        return [_pack([0], calls)]
     groups: dict[Any, list[int]] = {}
     for index, call in enumerate(calls):
         groups.setdefault(_signature(index, call), []).append(index)

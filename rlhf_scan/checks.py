@@ -69,14 +69,19 @@ def resolve_layout(op: str, entry: Estimator, tensor: object, segments: Segments
     if first.dim() not in (1, 2):
         raise InputError(f"{op}: {like} must be [B, T] or packed [N], got shape {list(first.shape)}; drop or merge the other dimensions")
     if segments is not None:
-        if segments.total is not None and segments.total != first.numel():
-            raise InputError(
-                f"{op}: segments must cover the {first.numel()} tokens of {like}, got {segments.total} tokens; "
-                "cu_seqlens must end at N and lengths must add up to N"
-            )
+        check_total(op, like, segments, first.numel())
         return Layout(op, first.shape, first.device, segments.count, None, segments, entry)
     rows, length = (1, first.shape[0]) if first.dim() == 1 else (first.shape[0], first.shape[1])
     return Layout(op, first.shape, first.device, rows, length, None, entry)
+
+
+def check_total(op: str, like: str, segments: Segments, tokens: int) -> None:
+    """Raise unless the segments, if that is known, cover the `tokens` of `like`."""
+    if segments.total is not None and segments.total != tokens:
+        raise InputError(
+            f"{op}: segments must cover the {tokens} tokens of {like}, got {segments.total} tokens; "
+            "cu_seqlens must end at N and lengths must add up to N"
+        )
 
 
 def check_floats(op: str, name: str, tensor: object) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Protocol, cast
 
 import torch
@@ -43,6 +44,7 @@ class Backend(Protocol):
         ...
 
 
+@lru_cache
 def backend_module(name: str) -> Backend:
     """The module behind a backend's name; BackendError where what it needs is not installed."""
     try:
@@ -227,6 +229,10 @@ def _estimate_op(
     backend: str,
 ) -> list[Tensor]:
     entry: Estimator = estimator(name)
+    if cu_seqlens is not None and cu_seqlens.device.type == "cpu":  # made where torch traced, they could not be checked before
+        boundaries = Segments(cu_seqlens)
+        boundaries.check(name)
+        checks.check_total(name, entry.inputs[0], boundaries, inputs[0].numel())
     rates = [
         tensor if tensor is not None else (None if number == _NOT_GIVEN else number)
         for tensor, number in zip(rate_tensors, rate_numbers, strict=True)

@@ -27,8 +27,7 @@ class Segments:
     def __init__(self, cu_seqlens: Tensor) -> None:
         self.cu_seqlens = cu_seqlens
         self.count = cu_seqlens.numel() - 1
-        # Known without reading a GPU only where the boundaries came from the CPU.
-        self.total: int | None = int(cu_seqlens[-1]) if cu_seqlens.device.type == "cpu" else None
+        self.total: int | None = int(cu_seqlens[-1]) if _is_readable(cu_seqlens) else None
         self._on_device = {cu_seqlens.device: cu_seqlens}
 
     def __repr__(self) -> str:
@@ -38,7 +37,8 @@ class Segments:
     def from_cu_seqlens(cls, cu_seqlens: Tensor | Sequence[int]) -> Segments:
         """Cumulative sequence lengths [S + 1]: 0, then the end of each segment, non-decreasing, the last one being N.
 
-        Contents on the CPU are checked here; contents on a GPU when a call asks for ``validate="full"``.
+        Contents on the CPU are checked here, or by the call where torch.compile traces this; contents on a GPU when a call asks for
+        ``validate="full"``.
         """
         boundaries = _integers("from_cu_seqlens", "cu_seqlens", cu_seqlens)
         if boundaries.dim() != 1 or boundaries.numel() == 0:
@@ -46,7 +46,7 @@ class Segments:
                 f"Segments.from_cu_seqlens: cu_seqlens must be 1-D with S + 1 >= 1 entries, got shape {list(boundaries.shape)}; "
                 "pass 0 followed by the end of each segment"
             )
-        if boundaries.device.type != "cpu":
+        if not _is_readable(boundaries):
             return cls(boundaries.detach().to(torch.int64).contiguous())
         # A copy: what was checked must not change afterwards.
         segments = cls(boundaries.detach().to(torch.int64, copy=True).contiguous())
@@ -59,7 +59,7 @@ class Segments:
         sizes = _integers("from_lengths", "lengths", lengths)
         if sizes.dim() != 1:
             raise InputError(f"Segments.from_lengths: lengths must be 1-D, got shape {list(sizes.shape)}; pass one length per segment")
-        if sizes.device.type == "cpu" and sizes.numel() and int(sizes.min()) < 0:
+        if _is_readable(sizes) and sizes.numel() and int(sizes.min()) < 0:
             raise InputError(f"Segments.from_lengths: lengths must be >= 0, got {int(sizes.min())}; drop or mend that entry")
         return cls(torch.nn.functional.pad(sizes.detach().to(torch.int64).cumsum(0), (1, 0)))
 
@@ -103,6 +103,11 @@ class Segments:
                 f"{op}: cu_seqlens must not decrease, got {int(boundaries[at])} then {int(boundaries[at + 1])} at index {at}; "
                 "pass the running sum of the lengths"
             )
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether its contents are known here and now: not on a GPU without waiting for it, nor where torch.compile or torch.export traces."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _integers(constructor: str, name: str, values: Tensor | Sequence[int]) -> Tensor:

@@ -166,3 +166,35 @@ def test_export(segments: Segments | None, backend: str) -> None:
     called = [node for node in program.graph.nodes if node.target is torch.ops.rlhf_scan.estimate.default]
     assert len(called) == 1
     torch.testing.assert_close(tuple(program.module()(*tensors)), Advantages()(*tensors), rtol=0, atol=0)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Segments]] = {"cu_seqlens": Segments.from_cu_seqlens, "lengths": Segments.from_lengths}
+
+
+@pytest.mark.parametrize(("layout", "numbers"), [("cu_seqlens", [0, 3, 3, 8]), ("lengths", [3, 0, 5])])
+def test_segments_are_made_in_the_graph(layout: str, numbers: list[int], backend: str) -> None:
+    def advantages(rewards: Tensor, values: Tensor, described: Tensor) -> Tensor:
+        return rlhf_scan.gae(rewards, values, gamma=0.9, segments=LAYOUTS[layout](described), backend=backend).advantages
+
+    device = device_of(backend)
+    given = torch.randn(8, device=device), torch.randn(8, device=device), torch.tensor(numbers, device=device)
+    compiled = torch.compile(advantages, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*given), advantages(*given), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "numbers", "message"),
+    [
+        ("cu_seqlens", [1, 3, 8], "cu_seqlens must start at 0, got 1"),
+        ("cu_seqlens", [0, 5, 3, 8], "cu_seqlens must not decrease, got 5 then 3"),
+        ("cu_seqlens", [0, 3, 9], "segments must cover the 8 tokens of rewards, got 9"),
+        ("lengths", [9, -4, 3], "cu_seqlens must not decrease, got 9 then 5"),
+    ],
+)
+def test_wrong_segments_made_in_the_graph_are_found_by_the_call(layout: str, numbers: list[int], message: str) -> None:
+    def returns(rewards: Tensor, described: Tensor) -> Tensor:
+        return rlhf_scan.discounted_returns(rewards, segments=LAYOUTS[layout](described), backend="cpu")
+
+    compiled = torch.compile(returns, fullgraph=True, backend="eager")
+    with pytest.raises(rlhf_scan.InputError, match=f"discounted_returns: {message}"):
+        compiled(torch.randn(8), torch.tensor(numbers))

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..call import MASK_MODES, Call, Rate, is_per_segment
+from ..call import MASK_MODES, Call, Rate, Tensors, is_per_segment
 from .cpu_actions import sum_of_products
 from .cpu_sweep import compiled_sweep
 from .cpu_threads import TOKENS_PER_THREAD, thread_pool
@@ -19,6 +19,8 @@ Array = npt.NDArray[Any]
 
 # A longer segment is swept in pieces, on every machine and whatever its batch mates, so that its bits depend on nothing else.
 PIECE = 1 << 18
+# More pieces than this are cut anew for each call rather than kept for the next one like it.
+_KEPT = 1 << 12
 
 
 def why_not(device: torch.device) -> str | None:
@@ -30,34 +32,19 @@ def why_not(device: torch.device) -> str | None:
 
 def run(call: Call) -> list[Tensor]:
     """Sweep every segment; long ones in pieces, first for what each piece does to a carry, then for the outputs."""
-    number = np.float64 if call.compute_dtype == torch.float64 else np.float32
-    formulas = (call.estimator, call.following, call.rates_following, tuple(len(rates) for rates in call.rates), number)
-    outputs = [torch.empty(call.tokens, dtype=call.compute_dtype) for _ in call.estimator.outputs]
-    bounds = _bounds(call)
-    pieces = _pieces(bounds)
-    carries = np.zeros((len(pieces), 4), dtype=number)
-    arguments = _arguments(call, bounds, number)
-    written = tuple(output.numpy() for output in outputs)
-    split = pieces[:, 3] > 0
-    if split.any():
-        aggregate = compiled_sweep(*formulas, True)
-        _spread(lambda part: aggregate(part, carries, written, *arguments), np.flatnonzero(split), pieces)
-        _chain(pieces, carries, call.estimator.reverse)
-    sweep = compiled_sweep(*formulas, False)
-    _spread(lambda part: sweep(part, carries, written, *arguments), np.arange(len(pieces)), pieces)
-    return [output.to(call.dtype) for output in outputs]
+    return prepare(call)(call.tensors)
 
 
-def prepare(call: Call) -> None:
-    """Nothing: `run` it is."""
+def prepare(call: Call) -> Callable[[Tensors], list[Tensor]]:
+    """What runs any call with the shapes, dtypes and options of `call`; it keeps no tensor of it."""
+    return _Sweeps(call)
 
 
 def expectation(values: Tensor, probabilities: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum over the actions of values * probabilities, in the order of the actions."""
-    number = np.float64 if dtype == torch.float64 else np.float32
-    values, probabilities = (tensor.reshape(-1, tensor.shape[-1]).contiguous() for tensor in (values, probabilities))
+    values, probabilities = (tensor.reshape(-1, tensor.shape[-1]).contiguous().to(dtype) for tensor in (values, probabilities))
     expected = torch.empty(len(values), dtype=dtype)
-    sum_of_products(_numbers(values, number), _numbers(probabilities, number), expected.numpy())
+    sum_of_products(values.numpy(), probabilities.numpy(), expected.numpy())
     return expected
 
 
@@ -71,10 +58,73 @@ def chosen_logprobs(probabilities: Tensor, actions: Tensor, dtype: torch.dtype) 
     return torch.where(within, found.log_(), torch.nan)
 
 
-def _bounds(call: Call) -> Array:
-    if call.cu_seqlens is not None:
-        return call.cu_seqlens.numpy()
-    return np.arange(call.segments + 1, dtype=np.int64) * (call.length or 0)
+class _Sweeps:
+    """The sweeps of all calls with the same shapes, dtypes and options."""
+
+    def __init__(self, call: Call) -> None:
+        self.number: type[np.floating[Any]] = np.float64 if call.compute_dtype == torch.float64 else np.float32
+        self.dtypes = call.compute_dtype, call.dtype
+        self.outputs = len(call.estimator.outputs)
+        self.reverse = call.estimator.reverse
+        channels = tuple(len(rates) for rates in call.rates)
+        self.formulas: tuple[Any, ...] = call.estimator, call.following, call.rates_following, channels, self.number
+        self.rate_kinds = tuple(_kind(rate) for rate in call.tensors.rates)
+        self.kinds = tuple(_kind(tensor) for tensor in (*call.tensors.flags, call.bootstrap))
+        self.masked, self.starts = MASK_MODES.index(call.masked), call.starts
+        self.rows: Array = np.arange(call.segments + 1, dtype=np.int64) * (call.length or 0)
+        self.kept: _Pieces | None = None
+
+    def __call__(self, given: Tensors) -> list[Tensor]:
+        bounds = self.rows if given.cu_seqlens is None else given.cu_seqlens.numpy()
+        pieces = self._pieces_of_rows() if given.cu_seqlens is None else _Pieces(bounds)
+        carries = np.zeros((len(pieces.rows), 4), dtype=self.number)
+        outputs = [torch.empty_like(given.inputs[0], dtype=self.dtypes[0]) for _ in range(self.outputs)]
+        arguments = carries, tuple(output.numpy().reshape(-1) for output in outputs), *self._arguments(given), bounds
+        if pieces.split:
+            aggregate = compiled_sweep(*self.formulas, True)
+            _spread(lambda part: aggregate(part, *arguments), pieces.split)
+            _chain(pieces.rows, carries, self.reverse)
+        sweep = compiled_sweep(*self.formulas, False)
+        _spread(lambda part: sweep(part, *arguments), pieces.shares)
+        return outputs if self.dtypes[0] == self.dtypes[1] else [output.to(self.dtypes[1]) for output in outputs]
+
+    def _pieces_of_rows(self) -> _Pieces:
+        """The same for every call, so kept if they are few."""
+        if self.kept is not None and self.kept.threads == torch.get_num_threads():
+            return self.kept
+        pieces = _Pieces(self.rows)
+        self.kept = pieces if len(pieces.rows) <= _KEPT else None
+        return pieces
+
+    def _arguments(self, given: Tensors) -> tuple[Any, ...]:
+        """What the sweep takes between outputs and boundaries, see `compiled_sweep`."""
+        return (
+            tuple([_numbers(tensor, self.number) for tensor in given.inputs]),
+            tuple([_rate_numbers(rate, self.number) for rate in given.rates]),
+            self.rate_kinds,
+            tuple([_flag(flag) for flag in given.flags]),
+            self.kinds,
+            self.masked,
+            self.starts,
+            np.zeros(1, dtype=self.number) if given.bootstrap is None else _numbers(given.bootstrap, self.number),
+        )
+
+
+class _Pieces:
+    """How segments are cut into pieces, and those into shares for torch's number of threads.
+
+    Attributes:
+        rows: of (segment, first token, end, which piece of a split segment, from 1; 0 for a whole one), in token order.
+        shares: of (place in `rows`, segment, first token, end).
+        split: the shares of split segments alone.
+    """
+
+    def __init__(self, bounds: Array) -> None:
+        self.threads = torch.get_num_threads()
+        self.rows = _pieces(bounds)
+        self.shares = _shares(np.arange(len(self.rows)), self.rows, self.threads)
+        split = np.flatnonzero(self.rows[:, 3])
+        self.split = _shares(split, self.rows, self.threads) if len(split) else []
 
 
 def _pieces(bounds: Array) -> Array:
@@ -101,23 +151,6 @@ def _chain(pieces: Array, carries: Array, reverse: bool) -> None:
         carries[piece, :2] = entering
 
 
-def _arguments(call: Call, bounds: Array, number: type[np.floating[Any]]) -> tuple[Any, ...]:
-    """The call as what the sweep takes, see `compiled_sweep`."""
-    rates = [rate for channel in call.rates for rate in channel]
-    flags = (_flag(call.mask), _flag(call.terminated), _flag(call.truncated))
-    return (
-        tuple(_numbers(tensor, number) for tensor in call.inputs),
-        tuple(_rate_numbers(rate, number) for rate in rates),
-        tuple(_kind(rate) for rate in rates),
-        tuple(flag.reshape(-1) for flag in flags),
-        tuple(_kind(flag) for flag in (call.mask, call.terminated, call.truncated, call.bootstrap)),
-        MASK_MODES.index(call.masked),
-        call.starts,
-        np.zeros(1, dtype=number) if call.bootstrap is None else _numbers(call.bootstrap.flatten(), number),
-        bounds,
-    )
-
-
 def _kind(value: Rate | None) -> int:
     """How a number per call (0), segment (1) or token (2) is indexed; an absent one is 0."""
     if not isinstance(value, Tensor):
@@ -126,26 +159,36 @@ def _kind(value: Rate | None) -> int:
 
 
 def _numbers(tensor: Tensor, number: type[np.floating[Any]]) -> Array:
-    return tensor.to(torch.float64 if number is np.float64 else torch.float32).numpy()
+    flat: Array = tensor.detach().to(torch.float64 if number is np.float64 else torch.float32).numpy().reshape(-1)
+    return flat
 
 
 def _rate_numbers(rate: Rate, number: type[np.floating[Any]]) -> Array:
-    return _numbers(rate.flatten(), number) if isinstance(rate, Tensor) else np.array([rate], dtype=number)
+    return _numbers(rate, number) if isinstance(rate, Tensor) else np.array([rate], dtype=number)
 
 
 def _flag(flag: Tensor | None) -> Array:
-    return np.zeros(1, dtype=np.bool_) if flag is None else (flag if flag.dtype == torch.bool else flag != 0).numpy()
+    if flag is None:
+        return np.zeros(1, dtype=np.bool_)
+    flat: Array = (flag.detach() if flag.dtype == torch.bool else flag != 0).numpy().reshape(-1)
+    return flat
 
 
-def _spread(sweep: Callable[[Array], None], chosen: Array, pieces: Array) -> None:
-    """Sweep the chosen pieces on torch's number of threads, shares of about equal tokens."""
+def _shares(chosen: Array, pieces: Array, threads: int) -> list[Array]:
+    """The chosen pieces in shares of about equal tokens; one where they are too few to wake a thread for."""
     rows = np.concatenate([chosen[:, None], pieces[chosen, :3]], axis=1)
     ends = np.cumsum(rows[:, 3] - rows[:, 2])
-    threads = min(torch.get_num_threads(), int(ends[-1]) // TOKENS_PER_THREAD, len(rows))
+    threads = min(threads, int(ends[-1]) // TOKENS_PER_THREAD, len(rows))
     if threads <= 1:
-        sweep(rows)
-        return
+        return [rows]
     # Several shares a thread, so that one with a slow core does not keep the others waiting.
     cuts = np.searchsorted(ends, ends[-1] * np.arange(1, 4 * threads) / (4 * threads))
-    shares = [share for share in np.split(rows, np.unique(cuts)) if len(share)]
-    list(thread_pool(torch.get_num_threads()).map(sweep, shares))
+    return [share for share in np.split(rows, np.unique(cuts)) if len(share)]
+
+
+def _spread(sweep: Callable[[Array], None], shares: list[Array]) -> None:
+    """Sweep them all, on torch's number of threads."""
+    if len(shares) == 1:
+        sweep(shares[0])
+    else:
+        list(thread_pool(torch.get_num_threads()).map(sweep, shares))
