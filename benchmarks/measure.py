@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -39,28 +40,31 @@ class Contender:
 def measure(work: Work, bandwidth: float, quick: bool, log: Log) -> dict[str, Any]:
     """What the results hold of a work; a provider that fails is a row that says how."""
     try:
-        inputs = batches(work)
-        wanted = check.expected(inputs[0])
-        floor = inputs[0].bytes / bandwidth
-        result = describe(inputs[0], floor)
-        contenders = []
-        for provider in map(providers.provider, work.providers):
-            if not provider.computes(work.estimator):
-                continue
-            row: dict[str, Any] = {"provider": provider.name}
-            result["rows"].append(row)
-            found = _prepare(provider, row, inputs, wanted, floor, quick)
-            if found is not None:
-                contenders.append(found)
-        _time(contenders, work)
-        for contender in contenders:
-            _conclude(contender.row, floor)
-        for row in result["rows"]:
-            log(f"  {row['provider']}: {say(row)}")
-        return result
+        return _measure(work, bandwidth, quick, log)
     finally:
-        inputs = contenders = found = wanted = []  # type: ignore[assignment]
         free()
+
+
+def _measure(work: Work, bandwidth: float, quick: bool, log: Log) -> dict[str, Any]:
+    inputs = batches(work)
+    wanted = check.expected(inputs[0])
+    floor = inputs[0].bytes / bandwidth
+    result = describe(inputs[0], floor)
+    contenders = []
+    for provider in map(providers.provider, work.providers):
+        if not provider.computes(work.estimator):
+            continue
+        row: dict[str, Any] = {"provider": provider.name}
+        result["rows"].append(row)
+        found = _prepare(provider, row, inputs, wanted, floor, quick)
+        if found is not None:
+            contenders.append(found)
+    _time(contenders, work)
+    for contender in contenders:
+        _conclude(contender.row, floor)
+    for row in result["rows"]:
+        log(f"  {row['provider']}: {say(row)}")
+    return result
 
 
 def describe(batch: Batch, floor: float) -> dict[str, Any]:
@@ -134,6 +138,8 @@ def _check(
         run()
     sampler = _sampler(provider, row, runs, floor, work)
     if isinstance(sampler, timing.GraphSampler):
+        for output in first.outputs(sampler.kept[0]).values():
+            output.fill_(math.nan)
         sampler.replay()
         row["wrong"] = check.difference(first.outputs(sampler.kept[0]), wanted, first.comparable)
         if row["wrong"] is not None:
