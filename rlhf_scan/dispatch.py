@@ -1,69 +1,19 @@
-"""From a caller's arguments to a backend: resolve, validate, dispatch. Also the one torch.library op through which every call passes."""
+"""From a caller's arguments to a backend: resolve, validate, dispatch."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import checks, repeats
-from .call import BACKENDS, BOUNDARIES, MASK_MODES, Call, Solver, channel_rates
+from . import checks, ops, repeats
+from .backend_choice import backend_module, choose_backend
+from .call import BACKENDS, BOUNDARIES, MASK_MODES, Call, channel_rates
 from .contents import check_contents
-from .errors import BackendError
 from .estimators import Estimator, estimator
 from .segments import Segments
-
-_NOT_GIVEN = -1.0  # no rate is negative; the op's schema has no list of optional floats
-
-
-class Backend(Protocol):
-    """A module of `rlhf_scan.backends`."""
-
-    def why_not(self, device: torch.device) -> str | None:
-        """Why it cannot run tensors of `device` here, with the remedy; None if it can."""
-        ...
-
-    def run(self, call: Call) -> list[Tensor]:
-        """One [N] tensor of ``call.dtype`` per output."""
-        ...
-
-    def prepare(self, call: Call) -> Solver | None:
-        """What runs every call with the shapes, dtypes and options of `call`, which it does not keep; None if `run` is as fast."""
-        ...
-
-    def expectation(self, values: Tensor, probabilities: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sum over the actions, [.., A] -> [N], of values * probabilities; an action of probability 0 adds 0, whatever its value."""
-        ...
-
-    def chosen_logprobs(self, probabilities: Tensor, actions: Tensor, dtype: torch.dtype) -> Tensor:
-        """log probabilities[.., actions], [.., A] and integers [N] -> [N]; NaN where an action is none of the A, which is never read."""
-        ...
-
-
-@lru_cache
-def backend_module(name: str) -> Backend:
-    """The module behind a backend's name; BackendError where what it needs is not installed."""
-    try:
-        return cast(Backend, importlib.import_module(f".backends.{name}_backend", __package__))
-    except ImportError as error:
-        raise BackendError(f"backend {name!r} needs {error.name}, which is not installed; install it or choose another backend") from error
-
-
-def choose_backend(name: str, device: torch.device) -> str:
-    """The backend that runs, given what was asked for: "auto" is triton for CUDA tensors, else cpu. Raises BackendError if it cannot."""
-    chosen = name if name != "auto" else ("triton" if device.type == "cuda" else "cpu")
-    reason = backend_module(chosen).why_not(device)
-    if reason is not None:
-        raise BackendError(f"backend {chosen!r} {reason}")
-    return chosen
-
-
-# torch.compile cannot trace an import. This is torch.compiler.assume_constant_result, which itself imports torch._dynamo: as long as torch.
-choose_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def estimate(
@@ -128,13 +78,7 @@ def estimate(
     )
     if validate == "full":
         check_contents(layout, call, {key: rate for key, rate in resolved.items() if isinstance(rate, Tensor)}, tensors)
-    outputs: Sequence[Tensor]
-    if key is None:
-        outputs = _through_op(call, list(resolved.values()), chosen)
-    else:
-        outputs, solve = _directly(call, chosen)
-        if solve is not None:
-            repeats.remember(key, call, names, given, solve)
+    outputs = ops.through_op(call, list(resolved.values()), chosen) if key is None else _directly(call, chosen, key, names, given)
     return tuple(output.reshape(layout.shape) for output in outputs)
 
 
@@ -168,128 +112,12 @@ def _output_dtype(inputs: Sequence[Tensor]) -> torch.dtype:
     return dtype
 
 
-_SCHEMA = (
-    "estimate(str name, Tensor[] inputs, Tensor?[] rate_tensors, float[] rate_numbers, SymInt segments, SymInt? length, Tensor? cu_seqlens, "
-    "Tensor? mask, str masked, Tensor? terminated, Tensor? truncated, Tensor? bootstrap, bool starts, ScalarType dtype, str backend) -> Tensor[]"
-)
-_library = torch.library.Library("rlhf_scan", "DEF")
-_library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-_library.define("expectation(Tensor values, Tensor probabilities, str backend) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-_library.define("chosen_logprobs(Tensor probabilities, Tensor actions, str backend) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-
-
-def _directly(call: Call, backend: str) -> tuple[Sequence[Tensor], Solver | None]:
-    """The outputs of `call`, and what its backend made to run others like it."""
+def _directly(call: Call, backend: str, key: repeats.Key, names: Sequence[str], given: Sequence[Any]) -> Sequence[Tensor]:
+    """The outputs of `call`; what its backend made for it is there for the next one like it."""
     module = backend_module(backend)
     solve = module.prepare(call) if call.tokens else None
-    return (_run(call, module) if solve is None else solve(call.tensors)), solve
-
-
-def _run(call: Call, module: Backend) -> list[Tensor]:
-    return module.run(call) if call.tokens else _empty_outputs(call.estimator, call.inputs[0], call.dtype)
-
-
-def _through_op(call: Call, rates: Sequence[float | Tensor | None], backend: str) -> list[Tensor]:
-    """Run `call` as a torch op, so that torch.compile and torch.export see one opaque node."""
-    outputs: list[Tensor] = torch.ops.rlhf_scan.estimate(
-        call.estimator.name,
-        list(call.inputs),
-        [rate if isinstance(rate, Tensor) else None for rate in rates],
-        [rate if isinstance(rate, float) else _NOT_GIVEN for rate in rates],
-        call.segments,
-        call.length,
-        call.cu_seqlens,
-        call.mask,
-        call.masked,
-        call.terminated,
-        call.truncated,
-        call.bootstrap,
-        call.starts,
-        call.dtype,
-        backend,
-    )
+    if solve is None:
+        return ops.run(call, module)
+    outputs = solve(call.tensors)
+    repeats.remember(key, call, names, given, solve)
     return outputs
-
-
-def _estimate_op(
-    name: str,
-    inputs: list[Tensor],
-    rate_tensors: list[Tensor | None],
-    rate_numbers: list[float],
-    segments: int,
-    length: int | None,
-    cu_seqlens: Tensor | None,
-    mask: Tensor | None,
-    masked: str,
-    terminated: Tensor | None,
-    truncated: Tensor | None,
-    bootstrap: Tensor | None,
-    starts: bool,
-    dtype: torch.dtype,
-    backend: str,
-) -> list[Tensor]:
-    entry: Estimator = estimator(name)
-    if cu_seqlens is not None and cu_seqlens.device.type == "cpu":  # made where torch traced, they could not be checked before
-        boundaries = Segments(cu_seqlens)
-        boundaries.check(name)
-        checks.check_total(name, entry.inputs[0], boundaries, inputs[0].numel())
-    rates = [
-        tensor if tensor is not None else (None if number == _NOT_GIVEN else number)
-        for tensor, number in zip(rate_tensors, rate_numbers, strict=True)
-    ]
-    call = Call(
-        estimator=entry,
-        inputs=tuple(inputs),
-        rates=channel_rates(entry, rates),
-        segments=segments,
-        length=length,
-        cu_seqlens=cu_seqlens,
-        mask=mask,
-        masked=masked,
-        terminated=terminated,
-        truncated=truncated,
-        bootstrap=bootstrap,
-        starts=starts,
-        dtype=dtype,
-    )
-    return _run(call, backend_module(backend))
-
-
-def _expectation_op(values: Tensor, probabilities: Tensor, backend: str) -> Tensor:
-    if values.numel() == 0:
-        return _expectation_fake(values, probabilities, backend)
-    return backend_module(backend).expectation(values, probabilities, _at_least_float32(values, probabilities))
-
-
-def _expectation_fake(values: Tensor, probabilities: Tensor, backend: str) -> Tensor:
-    return values.new_empty(values.shape[:-1].numel(), dtype=_at_least_float32(values, probabilities))
-
-
-def _chosen_logprobs_op(probabilities: Tensor, actions: Tensor, backend: str) -> Tensor:
-    if actions.numel() == 0:
-        return _chosen_logprobs_fake(probabilities, actions, backend)
-    return backend_module(backend).chosen_logprobs(probabilities, actions, _at_least_float32(probabilities))
-
-
-def _chosen_logprobs_fake(probabilities: Tensor, actions: Tensor, backend: str) -> Tensor:
-    return torch.empty_like(actions, dtype=_at_least_float32(probabilities))
-
-
-def _at_least_float32(*tensors: Tensor) -> torch.dtype:
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-
-
-def _empty_outputs(entry: Estimator, like: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    return [torch.empty_like(like, dtype=dtype) for _ in entry.outputs]
-
-
-def _estimate_fake(name: str, inputs: list[Tensor], *rest: Any) -> list[Tensor]:
-    return _empty_outputs(estimator(name), inputs[0], rest[-2])
-
-
-_library.impl("estimate", _estimate_op, "CompositeExplicitAutograd")
-torch.library.register_fake("rlhf_scan::estimate", _estimate_fake, lib=_library)
-_library.impl("expectation", _expectation_op, "CompositeExplicitAutograd")
-torch.library.register_fake("rlhf_scan::expectation", _expectation_fake, lib=_library)
-_library.impl("chosen_logprobs", _chosen_logprobs_op, "CompositeExplicitAutograd")
-torch.library.register_fake("rlhf_scan::chosen_logprobs", _chosen_logprobs_fake, lib=_library)

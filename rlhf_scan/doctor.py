@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from .backend_choice import backend_module, choose_backend
 from .call import BACKENDS
-from .dispatch import choose_backend
 from .engine import LocalEngine
 from .errors import BackendError
 from .operations import EITHER, PER_ACTION, PER_SEQUENCE, PER_TOKEN, Argument, Operation, operations
@@ -67,7 +67,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print(versions)
     console.print("GPUs: " + ("; ".join(report["gpus"]) or "none"))
     for name, backend in report["backends"].items():
-        console.print(f"backend {name}: {backend['why_not'] or 'usable'}", soft_wrap=True, markup=False)
+        console.print(f"backend {name}: {backend['why_not'] or 'usable, ' + backend['note']}", soft_wrap=True, markup=False)
         for test in backend["self_tests"]:
             verdict = "agrees with the reference" if test["ok"] else f"FAILED: {test['detail']}"
             console.print(f"  {test['op']} {verdict}", soft_wrap=True, markup=False)
@@ -77,8 +77,8 @@ def _examine_backend(name: str) -> dict[str, Any]:
     try:
         choose_backend(name, device_for(name))
     except BackendError as error:
-        return {"why_not": str(error), "self_tests": []}
-    return {"why_not": None, "self_tests": [asdict(test) for test in self_test(name)]}
+        return {"why_not": str(error), "note": "", "self_tests": []}
+    return {"why_not": None, "note": backend_module(name).note(), "self_tests": [asdict(test) for test in self_test(name)]}
 
 
 def _test_operation(entry: Operation, backend: str) -> SelfTest:

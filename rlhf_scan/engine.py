@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
+from .backend_choice import choose_backend
 from .batching import Batch, batches
-from .dispatch import choose_backend, estimate, made_choices
+from .dispatch import estimate, made_choices
 from .errors import InputError
 from .estimators import Estimator, estimator
 from .operations import Operation

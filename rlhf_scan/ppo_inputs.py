@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from . import checks
+from .backend_choice import choose_backend
 from .call import BACKENDS, is_per_segment
 from .checks import Layout
 from .contents import check_boundaries
-from .dispatch import choose_backend
 from .errors import InputError
 from .estimators import estimator
 from .ppo_options import PPOOptions

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from . import whitened
+from .backend_choice import choose_backend
 from .call import BACKENDS
 from .checks import check_dtype, check_eps, check_floats, check_mask, check_option
-from .dispatch import choose_backend
 from .errors import InputError
 from .ranks import check_process_group, gathered
 

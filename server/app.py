@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from rlhf_scan.dispatch import choose_backend
+from rlhf_scan.backend_choice import choose_backend
 from rlhf_scan.doctor import self_test
 from rlhf_scan.errors import InputError
 from rlhf_scan.operations import Operation, operations

@@ -14,7 +14,7 @@ from wrong_calls import error_of, inputs_of, public
 
 import rlhf_scan
 from rlhf_scan import BackendError
-from rlhf_scan.dispatch import backend_module
+from rlhf_scan.backend_choice import backend_module
 from rlhf_scan.estimators import served
 
 ROWS = torch.zeros(2, 3)

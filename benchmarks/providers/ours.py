@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rlhf_scan import BackendError, Segments
-from rlhf_scan.dispatch import choose_backend
+from rlhf_scan.backend_choice import choose_backend
 
 from ..batches import Batch
 from ..check import call_ours

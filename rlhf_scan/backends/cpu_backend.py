@@ -30,6 +30,11 @@ def why_not(device: torch.device) -> str | None:
     return None
 
 
+def note() -> str:
+    """How it works here."""
+    return f"on {torch.get_num_threads()} threads"
+
+
 def run(call: Call) -> list[Tensor]:
     """Sweep every segment; long ones in pieces, first for what each piece does to a carry, then for the outputs."""
     return prepare(call)(call.tensors)

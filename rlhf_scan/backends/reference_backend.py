@@ -19,6 +19,11 @@ def why_not(device: torch.device) -> str | None:
     return None
 
 
+def note() -> str:
+    """How it works here."""
+    return "token by token"
+
+
 def run(call: Call) -> list[Tensor]:
     """Solve each segment with the estimator's naive loop."""
     device = call.inputs[0].device

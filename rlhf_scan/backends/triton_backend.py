@@ -18,7 +18,7 @@ from torch import Tensor
 from ..call import MASK_MODES, Call, Rate, Tensors, is_per_segment
 from . import tiles, triton_carry, triton_expectation, triton_map, triton_scan, triton_steps, triton_tile
 from .formulas import compiled_formula
-from .triton_launch import Launcher, absent, on_device_of
+from .triton_launch import Launcher, absent, on_device_of, why_not_direct
 
 # Places within a launch are int32 below this many tokens (a tile may reach past the last one), int64 above.
 _INT32_TOKENS = 2**31 - 2 * tiles.WIDTH
@@ -37,6 +37,12 @@ def why_not(device: torch.device) -> str | None:
     if tiles.INTERPRETED:
         return f"runs in Triton's interpreter here and takes CPU tensors, got {device}; unset TRITON_INTERPRET for CUDA tensors"
     return f'takes CUDA tensors, got {device}; move them to a GPU, choose backend="cpu", or set TRITON_INTERPRET=1 before the first import'
+
+
+def note() -> str:
+    """How it launches."""
+    reason = why_not_direct()
+    return "repeated launches are direct" if reason is None else f"every launch is Triton's own: {reason}"
 
 
 def run(call: Call) -> list[Tensor]:
@@ -100,7 +106,7 @@ class _Scan:
         self.constants = _constants(call, [1 if self.exact and not isinstance(rate, Tensor) else _kind(rate) for rate in rates])
         self.flagged = any(flag is not None for flag in call.tensors.flags)
         self.rows = _rows(call.segments, self.length) if call.cu_seqlens is None or call.segments == 1 else None
-        self.launchers: dict[tuple[int, int], Launcher] = {}
+        self.launches: dict[int, tuple[Launcher, int, int]] = {}  # by width of the tiles
 
     def __call__(self, given: Tensors) -> list[Tensor]:
         like = given.inputs[0]
@@ -110,26 +116,26 @@ class _Scan:
         with on_device_of(like):
             pointers, numbers = self._rates(given.rates, like)
             flags = _aligned(given.flags) if self.flagged else absent(len(given.flags))
-            arguments = _aligned(given.inputs), outputs, pointers, numbers, flags, given.bootstrap
+            (bootstrap,) = absent(1) if given.bootstrap is None else _aligned((given.bootstrap,))
+            arguments = _aligned(given.inputs), outputs, pointers, numbers, flags, bootstrap
             maps = (self.rows,) if self.rows is not None else triton_map.tile_maps(given.cu_seqlens, self.tokens)
             for tile_map in maps:
-                self._launch(tile_map, arguments, like)
+                launcher, programs, words = self.launches.get(tile_map.width) or self._prepare(tile_map)
+                carries = None
+                if words:
+                    kind = torch.int64 if self.exact else torch.int32
+                    carries = torch.full((words,), triton_carry.UNSET.value, dtype=kind, device=like.device)
+                if programs:
+                    launcher(programs, *arguments, tile_map.slots, carries, self.segments, self.length, tile_map.bound)
         return outputs
 
-    def _launch(self, tile_map: triton_map.TileMap, arguments: tuple[Any, ...], like: Tensor) -> None:
-        """One launch."""
-        if tile_map.bound == 0:
-            return
+    def _prepare(self, tile_map: triton_map.TileMap) -> tuple[Launcher, int, int]:
+        """The launcher of the maps of one tile size, their number of programs, and their number of words for carries."""
         tiled = tile_map.width == tiles.WIDTH and (tile_map.slots is not None or self.length > tiles.WIDTH)
-        launcher = self.launchers.get((tile_map.width, tile_map.rows))
-        if launcher is None:
-            launcher = self.launchers[tile_map.width, tile_map.rows] = self._launcher(tile_map, tiled)
-        carries = None
-        if tiled:
-            words = tile_map.bound * self.channels * triton_carry.CARRY_WORDS.value
-            carries = torch.full((words,), triton_carry.UNSET.value, dtype=torch.int64 if self.exact else torch.int32, device=like.device)
-        programs = -(-tile_map.bound // tile_map.rows)
-        launcher(programs, *arguments, tile_map.slots, carries, self.segments, self.length, tile_map.bound)
+        words = tile_map.bound * self.channels * triton_carry.CARRY_WORDS.value if tiled else 0
+        found = self._launcher(tile_map, tiled), -(-tile_map.bound // tile_map.rows), words
+        self.launches[tile_map.width] = found
+        return found
 
     def _launcher(self, tile_map: triton_map.TileMap, tiled: bool) -> Launcher:
         """For maps of one tile size."""
@@ -143,7 +149,9 @@ class _Scan:
             "WIDTH": tile_map.width,
         }
         warps = max(1, min(8, tile_map.rows * tile_map.width // 256))
-        return Launcher(triton_scan.scan_tiles, constants, num_warps=warps, enable_fp_fusion=True, maxnreg=_REGISTERS[self.exact])
+        return Launcher(
+            triton_scan.scan_tiles, constants, alike=True, num_warps=warps, enable_fp_fusion=True, maxnreg=_REGISTERS[self.exact]
+        )
 
     def _rates(self, rates: tuple[Rate, ...], like: Tensor) -> tuple[tuple[Tensor | None, ...], tuple[float, ...]]:
         """As pointers and as numbers, each absent where it is the other."""

@@ -38,14 +38,18 @@ class Launcher:
     Args:
         kernel: from `triton.jit`; its first parameters are a launch's arguments, the others constants.
         constants: by name.
+        alike: all its launches have the same ints and the same dtypes of tensors, whose addresses are multiples of 16, and lack the same ones,
+            so that what was compiled for one serves all.
         options: of the launch: num_warps, ...
     """
 
-    def __init__(self, kernel: Any, constants: dict[str, Any], **options: Any) -> None:
+    def __init__(self, kernel: Any, constants: dict[str, Any], *, alike: bool = False, **options: Any) -> None:
+        self._alike = alike
         self._kernel = kernel
         self._constants = constants
         self._options = options
         self._compiled = _COMPILED.setdefault((kernel, *constants.items(), *options.items()), {})
+        self._by_device: dict[int, tuple[Any, ...]] = {}
 
     def __call__(self, programs: int, *arguments: Any) -> None:
         """Launch on the current device and stream. An argument is a tensor, None, an int, a float, or a tuple of them."""
@@ -54,21 +58,30 @@ class Launcher:
             return
         active = driver.active
         device = active.get_current_device()
-        key: list[Any] = [device]
-        values = specialized(arguments, key)
-        found = self._compiled.get(tuple(key))
-        if found is None or _observed():
-            self._launch_by_triton(programs, arguments, tuple(key))
-            return
-        run, function, metadata, constants = found
-        run(programs, 1, 1, active.get_current_stream(device), function, metadata, None, None, None, *values, *constants)
+        found, values = self._by_device.get(device), arguments
+        if found is None:
+            key: list[Any] = [device]
+            values = specialized(arguments, key)
+            found = self._compiled.get(tuple(key))
+        if found is None:
+            found = self._compile_and_launch(programs, arguments)
+            if found is not None:
+                self._compiled[tuple(key)] = found
+        elif _observed():
+            self._compile_and_launch(programs, arguments)
+        else:
+            if self._alike:
+                self._by_device[device] = found
+            run, function, metadata, constants = found
+            run(programs, 1, 1, active.get_current_stream(device), function, metadata, None, None, None, *values, *constants)
 
-    def _launch_by_triton(self, programs: int, arguments: tuple[Any, ...], key: tuple[Any, ...]) -> None:
-        """As Triton's users do; keeps what it compiled."""
+    def _compile_and_launch(self, programs: int, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """As Triton's users do; how to launch directly what it compiled, if that can be done."""
         compiled = self._kernel[(programs,)](*arguments, **self._constants, **self._options)
-        if isinstance(compiled, CompiledKernel) and why_not_direct() is None:
-            constants = [self._constants[name] for name in self._kernel.arg_names[len(arguments) :]]
-            self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, constants
+        if not isinstance(compiled, CompiledKernel) or why_not_direct() is not None:
+            return None
+        constants = [self._constants[name] for name in self._kernel.arg_names[len(arguments) :]]
+        return compiled.run, compiled.function, compiled.packed_metadata, constants
 
 
 def absent(count: int) -> tuple[None, ...]:
