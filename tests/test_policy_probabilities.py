@@ -64,7 +64,7 @@ def assert_close(found: Any, expected: Any, dtype: torch.dtype = torch.float32) 
 @pytest.mark.parametrize("shape", [(12,), (3, 7), (1, 1), (2, 70)])
 def test_views_of_one_tensor_of_probabilities(shape: tuple[int, ...], backend: str) -> None:
     given = rollout(shape, backend=backend)
-    assert len(shape) == 1 or not given["policy_probs"].is_contiguous()
+    assert shape[0] == 1 or len(shape) == 1 or not given["policy_probs"].is_contiguous()
     found = rlhf_scan.retrace_from_policy(**given, gamma=0.9, lam=0.8, backend=backend)
     expected = rlhf_scan.retrace_from_policy(
         **with_logprobs(given), gamma=0.9, lam=0.8, backend="reference" if backend != "triton" else backend
