@@ -10,33 +10,40 @@ from typing import Any
 from torch import Tensor
 from transformers import TrainerCallback
 
+from rlhf_scan.checks import check_option
 from rlhf_scan.engine import Engine, LocalEngine
 from rlhf_scan.errors import EngineError, InputError
 from rlhf_scan.requests import CreditRequest, CreditResult
 
-from .trl_block import train_with_credit
+from .trl_block import SCOPES, train_with_credit
 
 
 class AdvantageCallback(TrainerCallback):
     """Runs a trainer's GAE through an engine, for this one trainer: neither its class nor any other trainer changes.
 
-    Only the recursion and the returns move; whitening, masking and all that is logged stay TRL's code. The engine gets one "gae" request
-    an update: `rewards` and `values` [B, T] as TRL has them (0 at padding), and as `mask` the response and the one step after it, which TRL
-    counts too (``masked="keep"``: like TRL's loop, the recursion runs through the padding). An engine's error stops the training with the
-    engine's message.
+    With ``scope="advantages"`` only the recursion and the returns move; whitening, masking and all that is logged stay TRL's code. The engine
+    gets one "gae" request an update: `rewards` and `values` [B, T] as TRL has them (0 at padding), and as `mask` the response and the one
+    step after it, which TRL counts too (``masked="keep"``: like TRL's loop, the recursion runs through the padding).
 
-    It works while it is among the trainer's callbacks; removing it gives the trainer its own `train` back. To add it again, make a new one.
+    With ``scope="rewards"`` all of TRL's steps 4 to 6 move: KL, rewards, their whitening, the recursion, and the advantages' whitening. The
+    engine gets one "ppo_advantages" request an update, with TRL's preset and the trainer's arguments; scores come with TRL's penalty for a
+    missing end of sequence in them. The KL that is logged stays TRL's own, bit for bit.
+
+    An engine's error stops the training with the engine's message. It works while it is among the trainer's callbacks; removing it gives the
+    trainer its own `train` back. To add it again, make a new one.
 
     Args:
         trainer: a PPOTrainer of trl 0.15.2 to 1.12.0.
         engine: where the work is done; None: `LocalEngine()`.
+        scope: what moves, "advantages" or "rewards".
 
     Raises:
         InputError: the trainer is of another class, its advantage block is not the expected one, or its `train` has been replaced already.
     """
 
-    def __init__(self, trainer: Any, engine: Engine | None = None) -> None:
-        rewritten = train_with_credit(type(trainer), self)
+    def __init__(self, trainer: Any, engine: Engine | None = None, scope: str = "advantages") -> None:
+        check_option("AdvantageCallback", "scope", scope, SCOPES)
+        rewritten = train_with_credit(type(trainer), self, scope)
         if "train" in vars(trainer):
             raise InputError(
                 f"AdvantageCallback: trainer must have the `train` of its class, got one set on the instance ({vars(trainer)['train']}); "
@@ -81,6 +88,20 @@ class AdvantageCallback(TrainerCallback):
         tensors = {"rewards": rewards, "values": values, "mask": mask}
         result = self._engine.run(CreditRequest("gae", tensors, {"gamma": gamma, "lam": lam, "masked": "keep"}))
         return _output(result, "advantages", values), _output(result, "returns", values)
+
+    def whole_block(
+        self, logprobs: Tensor, ref_logprobs: Tensor, values: Tensor, scores: Tensor, mask: Tensor, args: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What TRL's steps 4 to 6 compute, by the engine: rewards, advantages and returns, three tensors [B, T] on the device of `values`.
+
+        `mask` is the response, without the step after it; `args` the trainer's.
+        """
+        tensors = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "values": values, "scores": scores, "mask": mask}
+        params = {name: getattr(args, name) for name in ("kl_coef", "gamma", "lam", "whiten_rewards")}
+        kl = getattr(args, "kl_estimator", "k1")  # until TRL 0.16 there was no other
+        result = self._engine.run(CreditRequest("ppo_advantages", tensors, {"preset": "trl", "kl": kl, **params}))
+        rewards, advantages, returns = (_output(result, name, values) for name in ("rewards", "advantages", "returns"))
+        return rewards, advantages, returns
 
     def _is_added(self) -> bool:
         return any(callback is self for callback in self._trainer.callback_handler.callbacks)

@@ -1,7 +1,7 @@
-"""The advantage block of TRL's `PPOTrainer.train`: found in its source, and rewritten so that a callback does the recursion.
+"""The advantage block of TRL's `PPOTrainer.train`: found in its source, and rewritten so that a callback does the recursion, or all of it.
 
 The block has one syntax tree in all releases that `SUPPORTED` names. Its first six statements are GAE; the whitening and masking after
-them stay TRL's.
+them stay TRL's, unless what comes before the block, which makes the rewards, is handed over too.
 """
 
 from __future__ import annotations
@@ -44,13 +44,49 @@ advantages = torch.masked_fill(advantages, padding_mask, 0)
 RECURSION = 6
 _SHOWN = 4  # the statement whose line a traceback shows for the engine's call
 
+# What makes the rewards, in front of the block. From TRL as well: in 0.16, from 0.17 and from 0.25 on.
+_REWARDS = """
+{kl}
+non_score_reward = -args.kl_coef * kl
+rewards = non_score_reward.clone()
+actual_start = torch.arange(rewards.size(0), device=rewards.device)
+actual_end = torch.where(sequence_lengths_p1 < rewards.size(1), sequence_lengths_p1, sequence_lengths)
+rewards[{place}] += scores
+if args.whiten_rewards:
+    rewards = masked_whiten(rewards, mask=~padding_mask_p1, shift_mean=False)
+    rewards = torch.masked_fill(rewards, padding_mask_p1, 0)
+"""
+_K1 = "kl = logprobs - ref_logprobs"
+_K1_OR_K3 = """logr = ref_logprobs - logprobs
+kl = -logr if args.kl_estimator == "k1" else (logr.exp() - 1) - logr"""
+REWARDS = [
+    ast.parse(_REWARDS.format(kl=kl, place=place)).body
+    for kl, place in (
+        (_K1_OR_K3, "actual_start, actual_end"),
+        (_K1_OR_K3, "[actual_start, actual_end]"),
+        (_K1, "[actual_start, actual_end]"),
+    )
+]
+_LOGGED = "non_score_reward"  # up to the statement that sets it, what TRL logs is made: that stays
+SCOPES = ("advantages", "rewards")
+
 # padding_mask_p1 is TRL's: False on the response and on the one step after it, whose value is read and whose return is written too.
-_REPLACEMENT = """
+# TRL deletes actual_start and actual_end in the end.
+_REPLACEMENTS = {
+    "advantages": """
 if _credit.takes_over():
     advantages, returns = _credit.advantages_and_returns(rewards, values, ~padding_mask_p1, args.gamma, args.lam)
 else:
     pass
-"""
+""",
+    "rewards": """
+if _credit.takes_over():
+    rewards, advantages, returns = _credit.whole_block(logprobs, ref_logprobs, values, scores, ~padding_mask, args)
+    actual_start = actual_end = None
+else:
+    pass
+""",
+}
 
 _ALONE = """
 def recursion(rewards, values, args):
@@ -59,8 +95,11 @@ def recursion(rewards, values, args):
 """
 
 
-def train_with_credit(trainer_class: type, credit: object) -> FunctionType:
-    """The class's `train`, but with ``credit.advantages_and_returns`` for the block's recursion while ``credit.takes_over()``.
+def train_with_credit(trainer_class: type, credit: object, scope: str = "advantages") -> FunctionType:
+    """The class's `train`, but with `credit` in place of the block's recursion, or of all of it, while ``credit.takes_over()``.
+
+    It calls ``credit.advantages_and_returns`` for the recursion; with the scope "rewards" ``credit.whole_block`` for the block and what makes
+    the rewards before it.
 
     It shares globals and closure with the original, and its lines are those of the source file, so that tracebacks show TRL's own.
 
@@ -72,11 +111,14 @@ def train_with_credit(trainer_class: type, credit: object) -> FunctionType:
     body, start = find_block(trainer_class, definition)
     if wrapped:
         raise _refusal(trainer_class, "has a `train` that a decorator or a patch wraps (undo it, or apply it after making the callback)")
-    (replacement,) = cast(list[ast.If], ast.parse(_REPLACEMENT).body)
+    replaced = slice(start, start + RECURSION)
+    if scope == "rewards":
+        replaced = slice(start - _rewards_before(trainer_class, body, start), start + len(BLOCK))
+    (replacement,) = cast(list[ast.If], ast.parse(_REPLACEMENTS[scope]).body)
     for node in ast.walk(replacement):
         ast.copy_location(node, body[start + _SHOWN])
-    replacement.orelse = body[start : start + RECURSION]
-    body[start : start + RECURSION] = [replacement]
+    replacement.orelse = body[replaced]
+    body[replaced] = [replacement]
     _enclose(definition)
     code = _compiled(tree, function)
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)) | {"_credit": CellType(credit)}
@@ -111,6 +153,18 @@ def find_block(trainer_class: type, definition: ast.FunctionDef) -> tuple[list[a
     if "padding_mask_p1" not in stored:
         raise _refusal(trainer_class, "has a `train` that sets no `padding_mask_p1`")
     return body, start
+
+
+def _rewards_before(trainer_class: type, body: list[ast.stmt], start: int) -> int:
+    """How many statements in front of the block make the rewards from what is logged; InputError unless they are those of a release."""
+    for known in REWARDS:
+        found = body[max(start - len(known), 0) : start]
+        if len(found) == len(known) and all(_same(statement, expected) for statement, expected in zip(found, known, strict=True)):
+            return len(known) - 1 - next(i for i, statement in enumerate(known) if ast.unparse(statement).startswith(_LOGGED))
+    raise _refusal(
+        trainer_class,
+        f'makes its rewards in another way before line {body[start].lineno} (scope="advantages" leaves them to it)',
+    )
 
 
 def recursion() -> tuple[Callable[..., tuple[Tensor, Tensor]], str]:

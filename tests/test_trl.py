@@ -26,7 +26,7 @@ from trl.experimental.ppo import PPOTrainer, ppo_trainer
 
 from rlhf_scan import CreditRequest, CreditResult, EngineError, InputError, LocalEngine, Segments, gae
 from rlhf_scan.integrations.trl import AdvantageCallback
-from rlhf_scan.integrations.trl_block import BLOCK, recursion
+from rlhf_scan.integrations.trl_block import BLOCK, REWARDS, SCOPES, recursion
 
 pytestmark = [
     pytest.mark.slow,
@@ -64,10 +64,10 @@ def make(tmp_path: Path) -> Any:
     return partial(built, tmp_path)
 
 
-def logged(trainer: Any, engine: Any = None) -> list[dict[str, float]]:
+def logged(trainer: Any, engine: Any = None, scope: str = "advantages") -> list[dict[str, float]]:
     """What the trainer logs, trained through `engine` where one is given."""
     if engine is not None:
-        trainer.add_callback(AdvantageCallback(trainer, engine))
+        trainer.add_callback(AdvantageCallback(trainer, engine, scope))
     trainer.train()
     assert len(trainer.kept.logs) == trainer.args.num_total_batches
     return [{name: value for name, value in logs.items() if not math.isnan(value)} for logs in trainer.kept.logs]
@@ -121,22 +121,30 @@ def ray_engine() -> Iterator[Any]:
     ray.shutdown()
 
 
+@pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize(
     ("engine", "options"),
     [("local_engine", {}), ("local_engine", ALL_OPTIONS), ("http_engine", {}), ("ray_engine", {})],
     ids=["local", "local, all options", "http", "ray"],
 )
-def test_logs_the_same_numbers(make: Any, trl_alone: Any, request: pytest.FixtureRequest, engine: str, options: dict[str, Any]) -> None:
-    """In float64 the last bits, which may differ, are far below what TRL logs in float32."""
+def test_logs_the_same_numbers(
+    make: Any, trl_alone: Any, request: pytest.FixtureRequest, engine: str, options: dict[str, Any], scope: str
+) -> None:
+    """In float64 the last bits, which may differ, are far below what TRL logs in float32. Its whitening, though, rounds n / (n - 1) to float32."""
     witness = Witness(request.getfixturevalue(engine))
-    assert logged(make(dtype=torch.float64, **options), witness) == trl_alone(dtype=torch.float64, **options)
-    assert len(witness.requests) == UPDATES
+    ours, theirs = logged(make(dtype=torch.float64, **options), witness, scope), trl_alone(dtype=torch.float64, **options)
+    first = [name for name in theirs[0] if name.startswith("objective/")]  # of weights that no update has touched
+    assert [ours[0][name] for name in first] == [theirs[0][name] for name in first]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine == (other if scope == "advantages" else pytest.approx(other, rel=1e-5, abs=1e-9))
+    assert [sent.op for sent in witness.requests] == [{"advantages": "gae", "rewards": "ppo_advantages"}[scope]] * UPDATES
 
 
+@pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("engine", ["local_engine", "http_engine", "ray_engine"])
-def test_logs_the_same_numbers_in_float32(make: Any, trl_alone: Any, request: pytest.FixtureRequest, engine: str) -> None:
+def test_logs_the_same_numbers_in_float32(make: Any, trl_alone: Any, request: pytest.FixtureRequest, engine: str, scope: str) -> None:
     """Here a last bit of a gradient reaches the weights through Adam, which divides it by its own size; TRL prints four digits."""
-    for ours, theirs in zip(logged(make(), request.getfixturevalue(engine)), trl_alone(), strict=True):
+    for ours, theirs in zip(logged(make(), request.getfixturevalue(engine), scope), trl_alone(), strict=True):
         assert ours == pytest.approx(theirs, rel=5e-4, abs=1e-6)
 
 
@@ -182,9 +190,44 @@ def test_engine_gets_the_rollout(make: Any, options: dict[str, Any]) -> None:
     assert len(lengths) > 3
 
 
+def steps_4_to_6(request: CreditRequest) -> dict[str, torch.Tensor]:
+    """KL, rewards, advantages and returns by TRL's own statements, from what the request holds."""
+    names: dict[str, Any] = {"torch": torch, "masked_whiten": ppo_trainer.masked_whiten, "args": SimpleNamespace(**request.params)}
+    names["args"].kl_estimator = request.params["kl"]
+    names |= {name: request.tensors[name] for name in ("logprobs", "ref_logprobs", "values", "scores")}
+    mask = request.tensors["mask"]
+    names |= {"responses": mask, "padding_mask": ~mask, "sequence_lengths": mask.sum(1) - 1, "sequence_lengths_p1": mask.sum(1)}
+    names["padding_mask_p1"] = torch.arange(mask.shape[1]) > mask.sum(1)[:, None]
+    exec(compile(ast.Module([*REWARDS[0], *BLOCK], []), "<steps 4 to 6 of TRL>", "exec"), names)
+    return {name: names[name] for name in ("kl", "rewards", "advantages", "returns")}
+
+
+@pytest.mark.parametrize("options", [{}, ALL_OPTIONS], ids=["defaults", "all options"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_engine_gets_steps_4_to_6(make: Any, options: dict[str, Any], dtype: torch.dtype) -> None:
+    engine = Witness()
+    trainer = make(dtype=dtype, **options)
+    logged(trainer, engine, "rewards")
+    args, lengths = trainer.args, set()
+    for request, result in zip(engine.requests, engine.results, strict=True):
+        names = {"kl": "kl_estimator", "kl_coef": "kl_coef", "gamma": "gamma", "lam": "lam", "whiten_rewards": "whiten_rewards"}
+        assert request.params == {"preset": "trl", **{name: getattr(args, theirs) for name, theirs in names.items()}}
+        assert set(request.tensors) == {"logprobs", "ref_logprobs", "values", "scores", "mask"}
+        mask = request.tensors["mask"]
+        lengths |= set(mask.sum(1).tolist())
+        assert torch.equal(mask, torch.arange(12) < mask.sum(1, keepdim=True))
+        for name, theirs in steps_4_to_6(request).items():
+            bound = 1e2 * torch.finfo(torch.float32 if name == "advantages" else dtype).eps * max(1.0, float(theirs.abs().max()))
+            if args.whiten_rewards:  # n / (n - 1) is a float32 in TRL
+                bound = max(bound, 1e2 * torch.finfo(torch.float32).eps)
+            torch.testing.assert_close(result.tensors[name], theirs, rtol=0, atol=bound)
+    assert len(lengths) > 3
+    assert 12 in lengths  # a response that fills its row has its score on the last token
+
+
 def test_block_is_the_installed_one() -> None:
     source = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(PPOTrainer.train))))
-    for statement in BLOCK:
+    for statement in [*REWARDS[0], *BLOCK]:
         assert textwrap.indent(ast.unparse(statement), "            ") in source
 
 
@@ -368,6 +411,43 @@ def test_an_altered_block_is_refused(make: Any, tmp_path: Path, old: str, new: s
     with pytest.raises(InputError, match=f"PPOTrainer of trl 0.15.2 to 1.12.0, got .*{message}"):
         AdvantageCallback(trainer)
     assert trainer.train.__func__ is altered.PPOTrainer.train
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("non_score_reward = -args.kl_coef * kl\n", "non_score_reward = -2 * args.kl_coef * kl\n"),
+        ("mask=~padding_mask_p1, shift_mean=False)", "mask=~padding_mask_p1)"),
+    ],
+)
+def test_other_rewards_are_left_to_the_trainer(make: Any, tmp_path: Path, old: str, new: str, scope: str) -> None:
+    source = Path(ppo_trainer.__file__).read_text()
+    assert old in source
+    trainer = make(trainer_class=module_from(tmp_path / "altered.py", source.replace(old, new)).PPOTrainer)
+    if scope == "rewards":
+        with pytest.raises(
+            InputError, match=r"makes its rewards in another way before line \d+ \(scope=\"advantages\" leaves them to it\)"
+        ):
+            AdvantageCallback(trainer, scope=scope)
+    else:
+        AdvantageCallback(trainer, scope=scope)
+
+
+@pytest.mark.parametrize("known", REWARDS, ids=["0.25", "0.17", "0.16"])
+def test_rewards_of_every_release_are_found(make: Any, tmp_path: Path, known: list[ast.stmt]) -> None:
+    lines = [textwrap.indent(ast.unparse(statement), " " * 16) for statement in known]
+    source = Path(ppo_trainer.__file__).read_text()
+    start, stop = source.index("                # 4. compute rewards"), source.index("                # 6. compute advantages")
+    altered = module_from(tmp_path / "release.py", source[:start] + "\n".join(lines) + "\n" + source[stop:])
+    engine = Witness()
+    logged(make(updates=1, trainer_class=altered.PPOTrainer), engine, "rewards")
+    assert [request.op for request in engine.requests] == ["ppo_advantages"]
+
+
+def test_an_unknown_scope(make: Any) -> None:
+    with pytest.raises(InputError, match=r"AdvantageCallback: scope must be one of \['advantages', 'rewards'\], got 'everything'"):
+        AdvantageCallback(make(), scope="everything")
 
 
 def test_train_keeps_its_closure_super_and_private_names(make: Any, trl_alone: Any, tmp_path: Path) -> None:
