@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_tile import carried, compose
+from .triton_tile import compose, passed
 
 UNSET = tl.constexpr(-1)  # as bits: a NaN that no published value has
 CARRY_WORDS = tl.constexpr(5)  # of a slot: a and b of the tile, of the group, and the carry that leaves the block; `stride` words apart
@@ -127,5 +127,5 @@ def entering_carry(
     if group_decay != 0:
         entering += group_decay * _into_group(carries, stride, slot, tile, tiles, REVERSE, GROUP, DTYPE)
     leaves_block = leaves_group & (tile // GROUP % GROUP == (0 if REVERSE else GROUP - 1))
-    _publish(own + 4 * stride, a + carried(b, entering), leaves_block, DTYPE, WORD)
+    _publish(own + 4 * stride, passed(a, b, entering), leaves_block, DTYPE, WORD)
     return entering

@@ -74,7 +74,7 @@ def load_runs(
         if BEFORE == 1:
             there = there & (vector + piece * VECTOR >= 0)
         loaded = tl.load(
-            pointer + vector + (piece * VECTOR + tl.arange(0, VECTOR)[None, None, :]), mask=there, eviction_policy="evict_first"
+            pointer + vector + (piece * VECTOR + tl.arange(0, VECTOR)[None, None, :]), mask=there
         )
         elements = elements + _elements(loaded, ROWS, RUNS, VECTOR)
     if MOVES:
@@ -152,11 +152,11 @@ def store_runs(
     at = run_starts(REVERSE, WIDTH)[None, :, None] + tl.arange(0, RUN)[None, None, :]
     if TILED and not ALIGNED:
         if (origin % VECTOR == 0) & (tail >= WIDTH):
-            tl.store(pointer + origin // VECTOR * VECTOR + at, runs, cache_modifier=".cs")
+            tl.store(pointer + origin // VECTOR * VECTOR + at, runs)
         else:
-            tl.store(pointer + origin + at, runs, mask=at < tail, cache_modifier=".cs")
+            tl.store(pointer + origin + at, runs, mask=at < tail)
     else:
         first = tl.zeros([ROWS, 1], origin.dtype) + origin
         tl.store(
-            pointer + first[:, :, None] + at, runs, mask=at < (tl.zeros([ROWS, 1], tail.dtype) + tail)[:, :, None], cache_modifier=".cs"
+            pointer + first[:, :, None] + at, runs, mask=at < (tl.zeros([ROWS, 1], tail.dtype) + tail)[:, :, None]
         )

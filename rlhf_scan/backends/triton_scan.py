@@ -15,8 +15,8 @@ import triton.language as tl
 from .triton_carry import entering_carry, look_early
 from .triton_map import FIELDS
 from .triton_runs import load_runs, store_runs
-from .triton_steps import SKIP, ZERO, boundaries, end_value, trainable
-from .triton_tile import RUN, carried, down_runs, places, up_runs
+from .triton_steps import NO_MASK, SKIP, ZERO, boundaries, end_value, trainable
+from .triton_tile import RUN, down_runs, passed, places, up_runs
 
 
 @triton.jit
@@ -205,8 +205,10 @@ def scan_tiles(
             numbers = taken
         if END_IS_CARRY:
             a = tl.where(ended & (end != 0), a + b * end, a)
-        a = tl.where(steps, a, tl.cast(0, DTYPE))
-        b = tl.where(steps, tl.where(ended, tl.cast(0, DTYPE), b), tl.cast(1, DTYPE))
+        b = tl.where(ended, tl.cast(0, DTYPE), b)
+        # What lies beyond the segment needs no such care: an end is between, or nothing follows it.
+        if MASKED == SKIP:
+            a, b = tl.where(steps, a, tl.cast(0, DTYPE)), tl.where(steps, b, tl.cast(1, DTYPE))
         first, second, third, run_a, run_b, before_a, before_b = up_runs(a, b, REVERSE, ROWS, WIDTH)
         entering = tl.cast(0, DTYPE)
         if TILED:
@@ -225,7 +227,7 @@ def scan_tiles(
                 DTYPE,
                 WORD,
             )
-        entering = before_a + carried(before_b, entering)
+        entering = passed(before_a, before_b, entering)
         x, preceding_x = down_runs(entering, first, second, third, a, b, REVERSE, ROWS, WIDTH)
         preceding_x = tl.where(continues, preceding_x, tl.cast(0, DTYPE))
         solved, before = solved + (x,), before + (preceding_x,)
@@ -233,4 +235,4 @@ def scan_tiles(
         solved, before = solved + (solved[0],), before + (before[0],)
     values = results(here, following, solved, before, numbers)
     for i in tl.static_range(len(outputs)):
-        store_runs(outputs[i], origin, tail, tl.where(kept, values[i], 0.0), ALIGNED, TILED, REVERSE, ROWS, WIDTH)
+        store_runs(outputs[i], origin, tail, values[i] if MASKED == NO_MASK else tl.where(kept, values[i], 0.0), ALIGNED, TILED, REVERSE, ROWS, WIDTH)

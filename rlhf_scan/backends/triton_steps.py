@@ -25,7 +25,7 @@ KEEP = tl.constexpr(2)
 
 _ENDED = tl.constexpr(1)
 _TERMINATED = tl.constexpr(2)
-_CODES = tl.constexpr(4)
+_CODES = tl.constexpr(4)  # so that a key is a place's number and, in its two lowest bits, the code
 
 
 @triton.jit
@@ -138,14 +138,14 @@ def _event_beyond(
         key = tl.min(keys) if REVERSE else tl.max(keys)
         found = key < WIDTH * _CODES if REVERSE else key >= 0
         going = (found == 0) & ((block + WIDTH < tail) if REVERSE else (block > -head))
-    return block + key // _CODES, key % _CODES
+    return block + (key >> 2), key & 3
 
 
 @triton.jit
 def _keys(at, beside, ended, terminated, REVERSE: tl.constexpr, WIDTH: tl.constexpr):
     """A token's place and code where it is an event: where what precedes it is known from there alone, an end or a step right beside it."""
     code = tl.where(ended, _ENDED, 0) + tl.where(terminated, _TERMINATED, 0)
-    return tl.where(beside | ended, at * _CODES + code, WIDTH * _CODES if REVERSE else -1)
+    return tl.where(beside | ended, at * _CODES + code, WIDTH * _CODES if REVERSE else -_CODES)
 
 
 @triton.jit
@@ -174,9 +174,9 @@ def boundaries(
     if MASKED != SKIP:
         return at, ended, terminated
     else:
-        none = WIDTH * _CODES if REVERSE else -1
+        none = WIDTH * _CODES if REVERSE else -_CODES
         key = nearest(_keys(at, beside, ended, terminated, REVERSE, WIDTH), none, REVERSE, ROWS, WIDTH)
-        place, code = key // _CODES, key % _CODES
+        place, code = key >> 2, key & 3
         if TILED:
             border = WIDTH if REVERSE else -1
             borders = (border < tail) & (border >= -head)
@@ -186,7 +186,6 @@ def boundaries(
                 )
                 missing = key >= WIDTH * _CODES if REVERSE else key < 0
                 place, code = tl.where(missing, beyond.to(place.dtype), place), tl.where(missing, beyond_code, code)
-        place = tl.where(at < tail, place, at)
         return place, (code & _ENDED) != 0, (code & _TERMINATED) != 0
 
 

@@ -36,15 +36,15 @@ def places(REVERSE: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def carried(b, x):
-    """What a step passes on of x: where b is 0 nothing, not even NaN."""
-    return tl.where(b == 0, 0.0, b * x)
+def passed(a, b, x):
+    """x after a step: where b is 0 nothing of it passes, not even NaN. The multiplication and the addition are one instruction."""
+    return tl.where(b == 0, a, a + b * x)
 
 
 @triton.jit
 def compose(a_first, b_first, a_then, b_then):
     """What two steps do to a carry."""
-    return a_then + carried(b_then, a_first), carried(b_then, b_first)
+    return passed(a_then, b_then, a_first), tl.where(b_then == 0, 0.0, b_then * b_first)
 
 
 @triton.jit
@@ -63,9 +63,9 @@ def _up(a, b, REVERSE: tl.constexpr):
 def _down(entering, left_a, left_b, right_a, right_b, REVERSE: tl.constexpr):
     """x that enters each half, given what enters both."""
     if REVERSE:
-        return tl.join(right_a + carried(right_b, entering), entering)
+        return tl.join(passed(right_a, right_b, entering), entering)
     else:
-        return tl.join(entering, left_a + carried(left_b, entering))
+        return tl.join(entering, passed(left_a, left_b, entering))
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def down_runs(entering, first, second, third, a, b, REVERSE: tl.constexpr, ROWS:
     entering = _down(entering, second[0], second[1], second[2], second[3], REVERSE)
     entering = _down(entering, first[0], first[1], first[2], first[3], REVERSE)
     preceding = tl.reshape(entering, (ROWS, WIDTH))
-    return a + carried(b, preceding), preceding
+    return passed(a, b, preceding), preceding
 
 
 @triton.jit
