@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -98,7 +98,8 @@ class _Scan:
         # A pack of one segment is a row.
         self.length = call.tokens // max(1, call.segments) if call.cu_seqlens is None or call.segments == 1 else 0
         self.outputs = len(call.estimator.outputs)
-        self.kept = {} if call.dtype == call.inputs[0].dtype else {"dtype": call.dtype}  # to say less is faster
+        same = call.dtype == call.inputs[0].dtype  # then to say less is faster
+        self.empty_like = torch.empty_like if same else partial(torch.empty_like, dtype=call.dtype)
         self.channels = len(call.rates)
         # Triton passes floats in float32: where float64 arithmetic needs a number in full it travels as a tensor.
         self.exact = call.compute_dtype == torch.float64
@@ -110,13 +111,13 @@ class _Scan:
 
     def __call__(self, given: Tensors) -> list[Tensor]:
         like = given.inputs[0]
-        outputs = tuple([torch.empty_like(like, **self.kept) for _ in range(self.outputs)])
+        outputs = tuple([self.empty_like(like) for _ in range(self.outputs)])
         if self.segments == 0:
             return [output.zero_() for output in outputs]
         with on_device_of(like):
             pointers, numbers = self._rates(given.rates, like)
             flags = _aligned(given.flags) if self.flagged else absent(len(given.flags))
-            (bootstrap,) = absent(1) if given.bootstrap is None else _aligned((given.bootstrap,))
+            (bootstrap,) = _aligned((given.bootstrap,))
             arguments = _aligned(given.inputs), outputs, pointers, numbers, flags, bootstrap
             maps = (self.rows,) if self.rows is not None else triton_map.tile_maps(given.cu_seqlens, self.tokens)
             for tile_map in maps:
@@ -186,7 +187,6 @@ def _constants(call: Call, rate_kinds: Sequence[int]) -> dict[str, Any]:
         "coefficients": _jit(call.estimator.coefficients),
         "results": _jit(call.estimator.results),
         "CHANNELS": len(call.rates),
-        "RATES": len(call.rates[0]),
         "RATE_KINDS": tuple(rate_kinds),
         "FOLLOWING": call.following,
         "BESIDE": tuple(i in call.following for i in range(len(call.inputs))),

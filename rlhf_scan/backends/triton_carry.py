@@ -28,6 +28,13 @@ def _publish(pointer, value, where, DTYPE: tl.constexpr, WORD: tl.constexpr):
 
 
 @triton.jit
+def _of_channel(chain, channel: tl.constexpr, CHANNELS: tl.constexpr):
+    """(the tile's slot in that channel's words, tile, tiles of the segment, stride of the words), of (slot, tile, tiles, slots in all)."""
+    slot, tile, tiles, slots = chain
+    return slot + channel * slots, tile, tiles, slots * CHANNELS
+
+
+@triton.jit
 def _look(pointers, stride, needed):
     """The words (a, b) there, whether set or not; 0 where none is needed."""
     return tl.load(pointers, mask=needed, other=0, volatile=True), tl.load(pointers + stride, mask=needed, other=0, volatile=True)
@@ -81,8 +88,9 @@ def _into_group(carries, stride, slot, tile, tiles, REVERSE: tl.constexpr, GROUP
 
 
 @triton.jit
-def look_early(carries, stride, slot, tile, tiles, REVERSE: tl.constexpr, GROUP: tl.constexpr):
+def look_early(carries, chain, channel: tl.constexpr, CHANNELS: tl.constexpr, REVERSE: tl.constexpr, GROUP: tl.constexpr):
     """What the tile before this one, and those of its group, have published by now: read along with the tokens, it is mostly in time."""
+    slot, tile, tiles, stride = _of_channel(chain, channel, CHANNELS)
     exists = tile < tiles - 1 if REVERSE else tile > 0
     others, needed = _group_lanes(tile, tiles, REVERSE, GROUP)
     a, b = _look(carries + (slot + 1 if REVERSE else slot - 1), stride, exists)
@@ -96,10 +104,9 @@ def entering_carry(
     b,
     early,
     carries,
-    stride,
-    slot,
-    tile,
-    tiles,
+    chain,
+    channel: tl.constexpr,
+    CHANNELS: tl.constexpr,
     REVERSE: tl.constexpr,
     GROUP: tl.constexpr,
     RUNS: tl.constexpr,
@@ -107,6 +114,7 @@ def entering_carry(
     WORD: tl.constexpr,
 ):
     """The x that enters a tile whose runs, scanned, do (a, b) to a carry; passes on what leaves it."""
+    slot, tile, tiles, stride = _of_channel(chain, channel, CHANNELS)
     leaving = (tl.arange(0, RUNS)[None, :] == RUNS - 1) & ((tile > 0) if REVERSE else (tile < tiles - 1))
     own = carries + slot
     _publish(own, a, leaving, DTYPE, WORD)

@@ -18,8 +18,8 @@ from .tiles import INTERPRETED, MEDIUM, PROGRAM, SHORT, WIDTH
 FIELDS = tl.constexpr(
     8
 )  # of a slot: segment, turn of the tile in scan order, the segment's first token, its length, the segment's first slot
-_COUNTED = 64 if INTERPRETED else 4096  # segments counted at a time
-_FILLED = 64 if INTERPRETED else 256  # slots filled by a program
+_BLOCKS = (64, 64) if INTERPRETED else (256, 4096)  # segments that a program looks at together, at least and at most
+_TURNS = 8 if INTERPRETED else 256  # so many turns are put down side by side
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,13 @@ def _make(cu_seqlens: Tensor, tokens: int) -> tuple[TileMap, ...]:
     segments, device = cu_seqlens.numel() - 1, cu_seqlens.device
     long = tokens // WIDTH + min(segments, tokens // (MEDIUM + 1))
     bounds = long, min(segments, tokens // (SHORT + 1)), min(segments, tokens)
-    kind = torch.int32 if tokens < 2**31 - WIDTH else torch.int64
-    totals = torch.empty(3, segments, dtype=kind, device=device)
-    slots = torch.empty(long + sum(bounds), FIELDS.value, dtype=kind, device=device)
-    turns = torch.empty(min(long, tokens // WIDTH + 1) + 1, dtype=torch.int32, device=device)
-    programs = [triton.cdiv(bound, _FILLED) for bound in bounds]
-    _count_tiles[(1,)](cu_seqlens, totals, turns, segments, tokens, turns.numel(), WIDTH, MEDIUM, SHORT, _COUNTED, num_warps=8)
-    _fill_slots[(sum(programs),)](cu_seqlens, totals, slots, turns, segments, tokens, *bounds, *programs[:2], _FILLED, num_warps=4)
-    _sum_turns[(1,)](turns, turns.numel(), _COUNTED, num_warps=8)
-    _order_slots[(programs[0],)](slots, turns, long, _FILLED, num_warps=4)
-    ordered, medium, short = slots[long:].split(bounds)
+    slots = torch.empty(sum(bounds), FIELDS.value, dtype=torch.int32 if tokens < 2**31 - WIDTH else torch.int64, device=device)
+    block = min(max(triton.next_power_of_2(segments), _BLOCKS[0]), _BLOCKS[1])
+    turns = min(long, tokens // WIDTH + 1, _TURNS)
+    _fill_slots[(turns + triton.cdiv(segments, block),)](
+        cu_seqlens, slots, segments, tokens, *bounds, turns, WIDTH, MEDIUM, SHORT, block, num_warps=min(8, max(1, block // 128))
+    )
+    ordered, medium, short = slots.split(bounds)
     return (
         TileMap(WIDTH, 1, long, ordered),
         TileMap(MEDIUM, PROGRAM // MEDIUM, bounds[1], medium),
@@ -78,124 +75,100 @@ def _make(cu_seqlens: Tensor, tokens: int) -> tuple[TileMap, ...]:
 
 
 @triton.jit
-def _start_and_length(cu_seqlens, segment, tokens, there):
-    """Of a segment; within the tokens, whatever the boundaries say."""
+def _segments_from(first, cu_seqlens, segments, tokens, BLOCK: tl.constexpr):
+    """(number, first token, length) of BLOCK segments; within the tokens, whatever the boundaries say."""
+    segment = first + tl.arange(0, BLOCK)
+    there = segment < segments
     start = tl.maximum(tl.load(cu_seqlens + segment, mask=there, other=0), 0)
     stop = tl.minimum(tl.load(cu_seqlens + segment + 1, mask=there, other=0), tokens)
-    return start, tl.maximum(stop - start, 0)
+    return segment, start, tl.maximum(stop - start, 0)
 
 
-@triton.jit(do_not_specialize=["segments", "tokens", "turn_bound"])
-def _count_tiles(
-    cu_seqlens,
-    totals,
-    turns,
-    segments,
-    tokens,
-    turn_bound,
-    WIDTH: tl.constexpr,
-    MEDIUM: tl.constexpr,
-    SHORT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Running totals, over the segments, of the tiles of long ones, of the medium ones and of the short ones; and `turns` cleared."""
-    kind = totals.dtype.element_ty
-    long_before = tl.zeros([], kind)
-    medium_before = tl.zeros([], kind)
-    short_before = tl.zeros([], kind)
-    for first in tl.range(0, segments, BLOCK):
-        segment = first + tl.arange(0, BLOCK)
-        there = segment < segments
-        _, length = _start_and_length(cu_seqlens, segment, tokens, there)
-        long = tl.where(length > MEDIUM, tl.cdiv(length, WIDTH), 0).to(kind)
-        medium = ((length > SHORT) & (length <= MEDIUM)).to(kind)
-        short = ((length > 0) & (length <= SHORT)).to(kind)
-        tl.store(totals + segment, long_before + tl.cumsum(long), mask=there)
-        tl.store(totals + segments + segment, medium_before + tl.cumsum(medium), mask=there)
-        tl.store(totals + 2 * segments + segment, short_before + tl.cumsum(short), mask=there)
-        long_before += tl.sum(long)
-        medium_before += tl.sum(medium)
-        short_before += tl.sum(short)
-    for first in tl.range(0, turn_bound, BLOCK):
-        turn = first + tl.arange(0, BLOCK)
-        tl.store(turns + turn, 0, mask=turn < turn_bound)
+@triton.jit
+def _put(slots, slot, segment, turn, start, length, first, there):
+    """Write entries."""
+    kind = slots.dtype.element_ty
+    entry = slots + slot.to(tl.int64) * FIELDS
+    tl.store(entry, segment.to(kind), mask=there)
+    tl.store(entry + 1, turn.to(kind), mask=there)
+    tl.store(entry + 2, start.to(kind), mask=there)
+    tl.store(entry + 3, length.to(kind), mask=there)
+    tl.store(entry + 4, first.to(kind), mask=there)
 
 
-@triton.jit(do_not_specialize=["segments", "tokens", "long_bound", "medium_bound", "short_bound", "long_programs", "medium_programs"])
+@triton.jit
+def _clear(slots, first, step, bound, BLOCK: tl.constexpr):
+    """Slots not in use: BLOCK from `first` on, and every `step` further."""
+    while first < bound:
+        slot = first + tl.arange(0, BLOCK).to(tl.int64)
+        tl.store(slots + slot * FIELDS + 3, (slot * 0).to(slots.dtype.element_ty), mask=slot < bound)
+        first += step
+
+
+@triton.jit
+def _put_turns(cu_seqlens, slots, segments, tokens, bound, turn, step, WIDTH: tl.constexpr, MEDIUM: tl.constexpr, BLOCK: tl.constexpr):
+    """The tiles of this turn of all long segments, and those of every `step`-th further one; turn 0 of a segment is where its scan begins."""
+    program = turn
+    most = tl.cast(turn + 1, tl.int64)
+    total = tl.zeros([], tl.int64)
+    while turn < most:
+        most, total = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+        slot = tl.zeros([], tl.int64)
+        for at in tl.range(0, segments, BLOCK):
+            _, _, length = _segments_from(at, cu_seqlens, segments, tokens, BLOCK)
+            tiles = tl.where(length > MEDIUM, tl.cdiv(length, WIDTH), 0).to(tl.int64)
+            slot += tl.sum(tl.minimum(tiles, turn))
+            total += tl.sum(tiles)
+            most = tl.maximum(most, tl.max(tiles))
+        before = tl.zeros([], tl.int64)
+        if turn < most:
+            for at in tl.range(0, segments, BLOCK):
+                segment, start, length = _segments_from(at, cu_seqlens, segments, tokens, BLOCK)
+                tiles = tl.where(length > MEDIUM, tl.cdiv(length, WIDTH), 0).to(tl.int64)
+                there = tiles > turn
+                place = slot + tl.cumsum(there.to(tl.int32)) - 1
+                _put(slots, place, segment, segment * 0 + turn, start, length, before + tl.cumsum(tiles) - tiles, there)
+                slot += tl.sum(there.to(tl.int32))
+                before += tl.sum(tiles)
+        turn += step
+    _clear(slots, total + program * BLOCK, step * BLOCK, bound, BLOCK)
+
+
+@triton.jit
+def _put_rows(cu_seqlens, slots, segments, tokens, bound, block, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, BLOCK: tl.constexpr):
+    """This block's segments of more than SHORTEST and at most LONGEST tokens."""
+    slot = tl.zeros([], tl.int64)
+    for at in tl.range(0, block * BLOCK, BLOCK):
+        _, _, length = _segments_from(at, cu_seqlens, segments, tokens, BLOCK)
+        slot += tl.sum(((length > SHORTEST) & (length <= LONGEST)).to(tl.int32))
+    segment, start, length = _segments_from(block * BLOCK, cu_seqlens, segments, tokens, BLOCK)
+    there = (length > SHORTEST) & (length <= LONGEST)
+    _put(slots, slot + tl.cumsum(there.to(tl.int32)) - 1, segment, segment * 0, start, length, start * 0, there)
+    if (block + 1) * BLOCK >= segments:
+        _clear(slots, slot + tl.sum(there.to(tl.int32)), BLOCK, bound, BLOCK)
+
+
+@triton.jit(do_not_specialize=["segments", "tokens", "long_bound", "medium_bound", "short_bound", "turns"])
 def _fill_slots(
     cu_seqlens,
-    totals,
     slots,
-    turns,
     segments,
     tokens,
     long_bound,
     medium_bound,
     short_bound,
-    long_programs,
-    medium_programs,
+    turns,
+    WIDTH: tl.constexpr,
+    MEDIUM: tl.constexpr,
+    SHORT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each slot's segment is the first whose running total exceeds it. Long segments' slots lie in their order, still to be put in turns."""
+    """Programs below `turns` put down the long segments' tiles, the others a block of segments each: its medium and its short ones."""
     program = tl.program_id(0)
-    is_long = program < long_programs
-    is_medium = (is_long == 0) & (program < long_programs + medium_programs)
-    first_program = tl.where(is_long, 0, tl.where(is_medium, long_programs, long_programs + medium_programs))
-    bound = tl.where(is_long, long_bound, tl.where(is_medium, medium_bound, short_bound))
-    target = tl.where(is_long, 0, tl.where(is_medium, 2 * long_bound, 2 * long_bound + medium_bound))
-    totals += tl.where(is_long, 0, tl.where(is_medium, segments, 2 * segments))
-    slot = ((program - first_program) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    there = slot < bound
-    used = there & (slot < tl.load(totals + segments - 1))
-    low = slot * 0
-    high = low + segments
-    left = segments
-    while left > 0:
-        middle = (low + high) // 2
-        beyond = tl.load(totals + middle, mask=used & (low < high), other=0) > slot
-        high = tl.where(beyond, middle, high)
-        low = tl.where(beyond | (low >= high), low, middle + 1)
-        left = left // 2
-    start, length = _start_and_length(cu_seqlens, low, tokens, used)
-    before = tl.load(totals + low - 1, mask=used & (low > 0), other=0)
-    turn = tl.where(used, slot - before, 0)
-    kind = slots.dtype.element_ty
-    place = slots + (target + slot) * FIELDS
-    tl.store(place, tl.where(used, low, 0).to(kind), mask=there)
-    tl.store(place + 1, turn.to(kind), mask=there)
-    tl.store(place + 2, start.to(kind), mask=there)
-    tl.store(place + 3, tl.where(used, length, 0).to(kind), mask=there)
-    tl.store(place + 4, before.to(kind), mask=there)
-    tl.atomic_add(turns + turn, 1, mask=used & is_long, sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["turn_bound"])
-def _sum_turns(turns, turn_bound, BLOCK: tl.constexpr):
-    """In place of how many tiles a turn has, how many the turns before it have."""
-    before = tl.zeros([], tl.int32)
-    last = tl.zeros([], tl.int32) + 1
-    first = tl.zeros([], tl.int32)
-    while (first < turn_bound) & (last > 0):
-        turn = first + tl.arange(0, BLOCK)
-        count = tl.load(turns + turn, mask=turn < turn_bound, other=0)
-        tl.store(turns + turn, before + tl.cumsum(count) - count, mask=turn < turn_bound)
-        last = tl.sum(tl.where(tl.arange(0, BLOCK) == BLOCK - 1, count, 0))
-        before += tl.sum(count)
-        first += BLOCK
-
-
-@triton.jit(do_not_specialize=["bound"])
-def _order_slots(slots, turns, bound, BLOCK: tl.constexpr):
-    """The slots by their turns; within a turn in any order. Those not in use come last."""
-    slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = slot < bound
-    length = tl.load(slots + slot * FIELDS + 3, mask=there, other=0)
-    used = length > 0
-    turn = tl.load(slots + slot * FIELDS + 1, mask=used, other=0)
-    place = tl.where(used, tl.atomic_add(turns + turn, 1, mask=used, sem="relaxed").to(tl.int64), slot)
-    target = slots + (bound + place) * FIELDS
-    tl.store(target + 3, length, mask=there)
-    tl.store(target, tl.load(slots + slot * FIELDS, mask=used, other=0), mask=used)
-    tl.store(target + 1, turn, mask=used)
-    tl.store(target + 2, tl.load(slots + slot * FIELDS + 2, mask=used, other=0), mask=used)
-    tl.store(target + 4, tl.load(slots + slot * FIELDS + 4, mask=used, other=0), mask=used)
+    if program < turns:
+        _put_turns(cu_seqlens, slots, segments, tokens, long_bound, program, turns, WIDTH, MEDIUM, BLOCK)
+    else:
+        medium_slots = slots + tl.cast(long_bound, tl.int64) * FIELDS
+        short_slots = medium_slots + tl.cast(medium_bound, tl.int64) * FIELDS
+        _put_rows(cu_seqlens, medium_slots, segments, tokens, medium_bound, program - turns, SHORT, MEDIUM, BLOCK)
+        _put_rows(cu_seqlens, short_slots, segments, tokens, short_bound, program - turns, 0, SHORT, BLOCK)

@@ -73,9 +73,7 @@ def load_runs(
         there = vector + piece * VECTOR < stop
         if BEFORE == 1:
             there = there & (vector + piece * VECTOR >= 0)
-        loaded = tl.load(
-            pointer + vector + (piece * VECTOR + tl.arange(0, VECTOR)[None, None, :]), mask=there
-        )
+        loaded = tl.load(pointer + vector + (piece * VECTOR + tl.arange(0, VECTOR)[None, None, :]), mask=there)
         elements = elements + _elements(loaded, ROWS, RUNS, VECTOR)
     if MOVES:
         elements = _moved(elements, shift, 1)
@@ -157,6 +155,4 @@ def store_runs(
             tl.store(pointer + origin + at, runs, mask=at < tail)
     else:
         first = tl.zeros([ROWS, 1], origin.dtype) + origin
-        tl.store(
-            pointer + first[:, :, None] + at, runs, mask=at < (tl.zeros([ROWS, 1], tail.dtype) + tail)[:, :, None]
-        )
+        tl.store(pointer + first[:, :, None] + at, runs, mask=at < (tl.zeros([ROWS, 1], tail.dtype) + tail)[:, :, None])

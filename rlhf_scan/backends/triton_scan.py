@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 
 from .triton_carry import entering_carry, look_early
+from .triton_inputs import inputs_of, rates_of
 from .triton_map import FIELDS
-from .triton_runs import load_runs, store_runs
-from .triton_steps import NO_MASK, SKIP, ZERO, boundaries, end_value, trainable
+from .triton_runs import store_runs
+from .triton_steps import NO_MASK, SKIP, boundaries, end_value, trainable
 from .triton_tile import RUN, down_runs, passed, places, up_runs
 
 
@@ -59,41 +60,33 @@ def _rows_of_program(slots, segments, length, bound, ROWS: tl.constexpr, INDEX: 
 
 
 @triton.jit
-def _rates_of(
-    pointers,
-    numbers,
-    segment,
-    origin,
-    tail,
-    next,
-    FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
-    FOLLOWS: tl.constexpr,
-    KINDS: tl.constexpr,
-    MASKED: tl.constexpr,
-    ALIGNED: tl.constexpr,
+def _solved(
+    a,
+    b,
+    early,
+    carries,
+    chain,
+    channel: tl.constexpr,
+    CHANNELS: tl.constexpr,
     REVERSE: tl.constexpr,
+    TILED: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     DTYPE: tl.constexpr,
+    WORD: tl.constexpr,
 ):
-    """`COUNT` rates from the `FIRST` on, as the tile sees them; those that FOLLOWS at `next`, (the next step's place, whether there is one)."""
-    found = ()
-    for i in tl.static_range(COUNT):
-        if KINDS[FIRST + i] == 0:
-            found = found + (tl.cast(numbers[FIRST + i], DTYPE),)
-        elif KINDS[FIRST + i] == 1:
-            found = found + (tl.load(pointers[FIRST + i] + segment).to(DTYPE),)
-        elif FOLLOWS[i] and MASKED == SKIP:
-            found = found + (tl.load(pointers[FIRST + i] + next[0], mask=next[1], other=0).to(DTYPE),)
-        else:
-            here, beside = load_runs(pointers[FIRST + i], origin, tail, FOLLOWS[i], ALIGNED, REVERSE, ROWS, WIDTH)
-            found = found + ((beside if FOLLOWS[i] else here).to(DTYPE),)
-    return found
+    """(x, x that precedes) of each token of a tile whose steps are (a, b)."""
+    first, second, third, run_a, run_b, before_a, before_b = up_runs(a, b, REVERSE, ROWS, WIDTH)
+    entering = tl.cast(0, DTYPE)
+    if TILED:
+        entering = entering_carry(
+            run_a, run_b, early[channel], carries, chain, channel, CHANNELS, REVERSE, GROUP, WIDTH // RUN, DTYPE, WORD
+        )
+    return down_runs(passed(before_a, before_b, entering), first, second, third, a, b, REVERSE, ROWS, WIDTH)
 
 
-# Not specialised, so that loads are never wider than an element: then a thread holds one element at a time and a segment's bits do not depend
-# on where it lies, nor the number of compiled kernels on how many different shapes there are.
+# Not specialised, so that the number of compiled kernels does not depend on how many different shapes there are.
 @triton.jit(do_not_specialize=["segments", "length", "bound"])
 def scan_tiles(
     inputs,
@@ -110,7 +103,6 @@ def scan_tiles(
     coefficients: tl.constexpr,
     results: tl.constexpr,
     CHANNELS: tl.constexpr,
-    RATES: tl.constexpr,  # how many a channel takes
     RATE_KINDS: tl.constexpr,
     FOLLOWING: tl.constexpr,
     RATE_FOLLOWS: tl.constexpr,  # for each rate of a channel, whether the formulas read it at the next step
@@ -141,64 +133,32 @@ def scan_tiles(
         head = tile * WIDTH
     else:
         segment, start, length = _rows_of_program(slots, segments, length, bound, ROWS, INDEX)
+        if slots is not None and tl.max(length) <= 0:
+            return
         head = length * 0
     origin, tail = start + head, length - head
-    early = ()
+    chain, early = (), ()
     if TILED:
-        tiles = tl.cdiv(length, WIDTH)
-        stride = tl.cast(bound, INDEX)
+        chain = slot, tile, tl.cdiv(length, WIDTH), tl.cast(bound, INDEX)
         for channel in tl.static_range(CHANNELS):
-            looked = look_early(carries + channel * stride, stride * CHANNELS, slot, tile, tiles, REVERSE, GROUP)
-            early = early + (looked,)
+            early = early + (look_early(carries, chain, channel, CHANNELS, REVERSE, GROUP),)
     at = places(REVERSE, WIDTH)
-    inside = at < tail
-    kept, beside_kept = trainable(flags, origin, at, head, tail, MASKED, REVERSE, ALIGNED, ROWS, WIDTH)
-    steps = kept if MASKED == SKIP else inside
+    keeps = trainable(flags, origin, at, head, tail, MASKED, REVERSE, ALIGNED, ROWS, WIDTH)
+    steps = keeps[0] if MASKED == SKIP else at < tail
     place, ended, terminated = boundaries(
-        flags, segment, origin, at, head, tail, beside_kept, FLAGS, MASKED, REVERSE, STARTS, ALIGNED, TILED, ROWS, WIDTH
+        flags, segment, origin, at, head, tail, keeps[1], FLAGS, MASKED, REVERSE, STARTS, ALIGNED, TILED, ROWS, WIDTH
     )
     end = end_value(bootstrap, segment, origin, place, head, tail, ended, terminated, BOOTSTRAP, REVERSE, DTYPE)
-    continues = steps & (ended == 0)
-
-    here = ()
-    beside = ()
-    for i in tl.static_range(len(inputs)):
-        run, run_beside = load_runs(inputs[i], origin, tail, BESIDE[i] and MASKED != SKIP, ALIGNED, REVERSE, ROWS, WIDTH)
-        if MASKED == ZERO:
-            run, run_beside = tl.where(kept, run, 0), tl.where(beside_kept, run_beside, 0)
-        here, beside = here + (run.to(DTYPE),), beside + (run_beside.to(DTYPE),)
-    if CONTINUATION >= 0:
-        end = tl.where(terminated, tl.cast(0, DTYPE), here[CONTINUATION])
-    next_place = origin + place + (1 if REVERSE else -1)
-    following = ()
-    for i in tl.static_range(len(FOLLOWING)):
-        found = beside[FOLLOWING[i]]
-        if MASKED == SKIP:
-            found = tl.load(inputs[FOLLOWING[i]] + next_place, mask=continues, other=0).to(DTYPE)
-        following = following + (tl.where(ended, end, found),)
-    if CONTINUATION >= 0:
-        following = following + (end,)
-
+    next = origin + place + (1 if REVERSE else -1), steps & (ended == 0)
+    ends, given = (ended, terminated, end), (rates, rate_numbers)
+    here, following = inputs_of(
+        inputs, origin, tail, next, keeps, ends, FOLLOWING, BESIDE, CONTINUATION, MASKED, ALIGNED, REVERSE, ROWS, WIDTH, DTYPE
+    )
     solved = ()
     before = ()
     for channel in tl.static_range(CHANNELS):
-        taken = _rates_of(
-            rates,
-            rate_numbers,
-            segment,
-            origin,
-            tail,
-            (next_place, continues),
-            channel * RATES,
-            RATES,
-            RATE_FOLLOWS,
-            RATE_KINDS,
-            MASKED,
-            ALIGNED,
-            REVERSE,
-            ROWS,
-            WIDTH,
-            DTYPE,
+        taken = rates_of(
+            given, segment, origin, tail, next, channel, RATE_FOLLOWS, RATE_KINDS, MASKED, ALIGNED, REVERSE, ROWS, WIDTH, DTYPE
         )
         a, b = coefficients(here, following, taken)
         if channel == 0:
@@ -209,30 +169,12 @@ def scan_tiles(
         # What lies beyond the segment needs no such care: an end is between, or nothing follows it.
         if MASKED == SKIP:
             a, b = tl.where(steps, a, tl.cast(0, DTYPE)), tl.where(steps, b, tl.cast(1, DTYPE))
-        first, second, third, run_a, run_b, before_a, before_b = up_runs(a, b, REVERSE, ROWS, WIDTH)
-        entering = tl.cast(0, DTYPE)
-        if TILED:
-            entering = entering_carry(
-                run_a,
-                run_b,
-                early[channel],
-                carries + channel * stride,
-                stride * CHANNELS,
-                slot,
-                tile,
-                tiles,
-                REVERSE,
-                GROUP,
-                WIDTH // RUN,
-                DTYPE,
-                WORD,
-            )
-        entering = passed(before_a, before_b, entering)
-        x, preceding_x = down_runs(entering, first, second, third, a, b, REVERSE, ROWS, WIDTH)
-        preceding_x = tl.where(continues, preceding_x, tl.cast(0, DTYPE))
+        x, preceding_x = _solved(a, b, early, carries, chain, channel, CHANNELS, REVERSE, TILED, GROUP, ROWS, WIDTH, DTYPE, WORD)
+        preceding_x = tl.where(next[1], preceding_x, tl.cast(0, DTYPE))
         solved, before = solved + (x,), before + (preceding_x,)
     if CHANNELS == 1:
         solved, before = solved + (solved[0],), before + (before[0],)
     values = results(here, following, solved, before, numbers)
     for i in tl.static_range(len(outputs)):
-        store_runs(outputs[i], origin, tail, values[i] if MASKED == NO_MASK else tl.where(kept, values[i], 0.0), ALIGNED, TILED, REVERSE, ROWS, WIDTH)
+        value = values[i] if MASKED == NO_MASK else tl.where(keeps[0], values[i], 0.0)
+        store_runs(outputs[i], origin, tail, value, ALIGNED, TILED, REVERSE, ROWS, WIDTH)
