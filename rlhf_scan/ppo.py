@@ -12,12 +12,12 @@ from torch import Tensor
 from . import whitened as whitened_before
 from .ppo_inputs import OP, PPOInputs, resolve_inputs
 from .ppo_options import PPOOptions, resolve_options, whitenings
-from .ppo_places import place_scores, score_tokens, sequence_faults, sound, with_step_rewards
-from .ppo_report import PPOReport, counts_of, raise_if_asked
-from .ppo_stages import cleared, kept_tokens, recursion, whitened
+from .ppo_places import place_scores, sequence_faults, sound, truncated_count, with_step_rewards
+from .ppo_report import Facts, PPOReport, raise_if_asked
+from .ppo_stages import kept_tokens, recursion, whitened, without_what_does_not_count
 from .ranks import check_process_group
 from .segments import Segments
-from .shaping import NO_FAULT, shaping_backend
+from .shaping import Located, Placed, Shaped, shaping_backend
 from .whitening import Whitening
 
 if TYPE_CHECKING:
@@ -170,35 +170,48 @@ _TENSORS = (
 
 def _run(inputs: PPOInputs, options: PPOOptions, group: ProcessGroup | None) -> PPOAdvantages:
     """Shape, whiten, solve, whiten."""
-    module, (whiten_rewards, whiten_advantages) = shaping_backend(inputs.backend), whitenings(OP, options)
-    located = module.locate(inputs.call)
-    placed, numbers = place_scores(inputs, options, located)
-    fault = sequence_faults(inputs, placed)
-    call = inputs.call
-    if inputs.step_rewards is not None and call.tokens:
-        call, counts = with_step_rewards(call, inputs.step_rewards, options, placed)
-        numbers |= counts
-    shaped = module.shape(call, sound(placed) if options.nonfinite == "zero" else placed)
-    fault = torch.minimum(fault, shaped.fault)
-    left_out = (fault != NO_FAULT) & (options.nonfinite != "zero")
-    numbers |= counts_of(inputs, options, located, placed, shaped, fault, left_out)
-    report = PPOReport(numbers, fault, score_tokens(inputs, placed))
+    whiten_rewards, whiten_advantages = whitenings(OP, options)
+    located, placed, shaped, report = _shape(inputs, options)
     raise_if_asked(options, report, group)
-    dropping = options.nonfinite == "drop"
-    counted = module.counted(call, left_out) if dropping or whiten_rewards or whiten_advantages else None
-    kept = kept_tokens(inputs, options, placed, counted, left_out)
+    kept = kept_tokens(inputs, options, placed, shaped.fault)
     rewards = shaped.rewards
     if whiten_rewards is not None:
         steps = None if options.masked == "keep" else kept.steps
         rewards = whitened(inputs, report, "rewards", rewards, kept.counted_steps, steps, whiten_rewards, group)
     advantages, returns = recursion(inputs, options, located, placed, rewards, kept.steps)
-    advantages = cleared(advantages, kept.counted if dropping else kept.trainable)
     if whiten_advantages is not None:
-        written = kept.counted if dropping else kept.trainable
-        advantages = whitened(inputs, report, "advantages", advantages, kept.counted, written, whiten_advantages, group)
-    written = kept.counted_steps if dropping else kept.steps
-    outputs = (advantages, cleared(returns, written), cleared(rewards, written), cleared(shaped.kl, kept.counted if dropping else None))
+        advantages = whitened(inputs, report, "advantages", advantages, kept.counted, kept.trainable, whiten_advantages, group)
+    outputs = without_what_does_not_count(options, kept, advantages, returns, rewards, shaped.kl)
     advantages, returns, rewards, kl = (output.to(inputs.dtype).reshape(inputs.layout.shape) for output in outputs)
     if whiten_advantages is not None and whiten_advantages.scale:
         whitened_before.remember(advantages)
     return PPOAdvantages(advantages, returns, rewards, kl, report)
+
+
+def _shape(inputs: PPOInputs, options: PPOOptions) -> tuple[Located, Placed, Shaped, PPOReport]:
+    """Rewards and KL of each token, with what is to be said of them."""
+    module, call = shaping_backend(inputs.backend), inputs.call
+    located = module.locate(call)
+    placed, missing_eos = place_scores(inputs, options, located)
+    fault = sequence_faults(inputs, placed)
+    step_rewards: dict[str, Tensor] = {}
+    if inputs.step_rewards is not None and call.tokens:
+        call, step_rewards = with_step_rewards(call, inputs.step_rewards, options, placed)
+    shaped = module.shape(call, sound(placed) if options.nonfinite == "zero" else placed)
+    shaped = replace(shaped, fault=torch.minimum(fault, shaped.fault))
+    facts = Facts(
+        tokens=call.tokens,
+        start=call.boundaries[:-1],
+        located=located,
+        placed=placed,
+        missing_eos=missing_eos,
+        kl_sum=shaped.kl_sum,
+        kl_coef=call.kl_coef,
+        clamped=shaped.clamped,
+        fault=shaped.fault,
+        truncated=truncated_count(inputs),
+        step_rewards=step_rewards,
+        dropping=options.nonfinite == "drop",
+        taking_for_zero=options.nonfinite == "zero",
+    )
+    return located, placed, shaped, PPOReport(facts)

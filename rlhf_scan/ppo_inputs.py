@@ -150,7 +150,7 @@ def _by_stop_reason(layout: Layout, tensors: Mapping[str, Any], reasons: Sequenc
         raise InputError(f"{OP}: stop_reasons must have {layout.segments} entries, one per sequence, got {got}; pass a list of words")
     for reason in reasons:
         checks.check_option(OP, "stop_reasons", reason, tuple(STOP_REASONS))
-    stopped = torch.tensor([STOP_REASONS[reason] for reason in reasons], dtype=torch.bool).to(layout.device)
+    stopped = torch.tensor([STOP_REASONS[reason] for reason in reasons], dtype=torch.bool).to(layout.device, non_blocking=True)
     flags = {"terminated": stopped, "truncated": ~stopped}
     return flags if tensors["has_eos"] is not None else {**flags, "has_eos": stopped}
 
@@ -190,7 +190,7 @@ def _per_sequence(layout: Layout, name: str, tensor: object, number: torch.dtype
         raise InputError(
             f"{OP}: {name} must be on {layout.device} like logprobs, got {tensor.device}; move it with .to({str(layout.device)!r})"
         )
-    return tensor.detach().to(number).contiguous()
+    return tensor.detach().to(number, copy=True).contiguous()  # the report holds it, whatever becomes of the caller's
 
 
 def _step_rewards(layout: Layout, given: Any, number: torch.dtype) -> StepRewards | None:
@@ -217,7 +217,7 @@ def _step_rewards(layout: Layout, given: Any, number: torch.dtype) -> StepReward
         )
     if sequences.device.type == "cpu" and tokens.device.type == "cpu":
         _check_places(layout, sequences, tokens)
-    return StepRewards(sequences.to(layout.device), tokens.to(layout.device), rewards.to(layout.device))
+    return StepRewards(*(part.to(layout.device, non_blocking=True) for part in (sequences, tokens, rewards)))
 
 
 def _check_places(layout: Layout, sequences: Tensor, tokens: Tensor) -> None:

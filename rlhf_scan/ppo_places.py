@@ -12,10 +12,10 @@ from .ppo_options import PPOOptions
 from .shaping import FAULTS, NO_FAULT, Located, Placed, ShapingCall
 
 
-def place_scores(inputs: PPOInputs, options: PPOOptions, located: Located) -> tuple[Placed, dict[str, Tensor | int]]:
-    """Each sequence's score and the token that gets it, and how many went where."""
+def place_scores(inputs: PPOInputs, options: PPOOptions, located: Located) -> tuple[Placed, Tensor | None]:
+    """Each sequence's score and the token that gets it; and which sequences pay for a missing end, bool [S], if any may."""
     last, end = located.last, located.end
-    empty, trailing = last < 0, end > last
+    empty = last < 0
     nowhere = torch.full_like(last, -1)
     slot = nowhere
     if options.score_at == "post_eos":
@@ -24,36 +24,23 @@ def place_scores(inputs: PPOInputs, options: PPOOptions, located: Located) -> tu
         slot = torch.where(after < stop, after, nowhere)
     place = last
     if options.trailing == "drop":
-        place = torch.where(trailing, nowhere, last)
+        place = torch.where(end > last, nowhere, last)
     elif options.trailing == "stay":
         place = end
-    carried = trailing & (place == last) & (slot < 0)
     place = torch.where(slot >= 0, slot, place)
     low, high = options.score_range
     score = ((inputs.scores + options.score_bias) * options.score_scale).clamp(low, high)
-    missing = torch.zeros_like(empty)
+    missing = None
     if options.missing_eos_penalty:
         has_eos = inputs.has_eos if inputs.has_eos is not None else located.eos > 0
         missing = ~has_eos & (~empty | (slot >= 0))
         score = torch.where(missing, score - options.missing_eos_penalty, score)
-    counts = {
-        "empty_sequences": empty,
-        "missing_eos": missing,
-        "scores_post_eos": slot >= 0,
-        "scores_carried_back": carried,
-        "scores_lost": (place < 0) & ~empty,
-    }
-    return Placed(score, place, slot, end), {name: where.sum() for name, where in counts.items()}
+    return Placed(score, place, slot, end), missing
 
 
 def sound(placed: Placed) -> Placed:
     """With 0 for a score that is not finite."""
     return replace(placed, score=torch.nan_to_num(placed.score, nan=0.0, posinf=0.0, neginf=0.0))
-
-
-def score_tokens(inputs: PPOInputs, placed: Placed) -> Tensor:
-    """The token of its sequence that got the score, int64 [S]; -1: none did."""
-    return torch.where(placed.place >= 0, placed.place - inputs.call.boundaries[:-1], -1)
 
 
 def sequence_faults(inputs: PPOInputs, placed: Placed) -> Tensor:
@@ -88,9 +75,7 @@ def bootstrap_of_ends(inputs: PPOInputs, placed: Placed) -> Tensor | None:
     return value if inputs.terminated is None else torch.where(at_ends(inputs.terminated) != 0, torch.zeros_like(value), value)
 
 
-def with_step_rewards(
-    call: ShapingCall, steps: StepRewards, options: PPOOptions, placed: Placed
-) -> tuple[ShapingCall, dict[str, Tensor | int]]:
+def with_step_rewards(call: ShapingCall, steps: StepRewards, options: PPOOptions, placed: Placed) -> tuple[ShapingCall, dict[str, Tensor]]:
     """The call with step rewards among its token rewards; how many were carried back to a trainable token, and how many lost."""
     bounds, sequence = call.boundaries, steps.sequences.clamp(0, max(call.segments - 1, 0))
     start = bounds[sequence]
@@ -114,3 +99,12 @@ def with_step_rewards(
     # Sorted by place before it adds, so that the same call gives the same bits.
     rewards.index_put_((target,), torch.where(there, steps.rewards, 0.0), accumulate=True)
     return replace(call, rewards=rewards), {"step_rewards_carried_back": carried.sum(), "step_rewards_lost": (~there).sum()}
+
+
+def truncated_count(inputs: PPOInputs) -> Tensor | None:
+    """How many flags say truncated and not terminated."""
+    if inputs.truncated is None:
+        return None
+    cut = inputs.truncated != 0
+    both = inputs.terminated is not None and inputs.terminated.shape == cut.shape
+    return (cut & (inputs.terminated == 0) if both else cut).sum()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
-from .ppo_inputs import OP, PPOInputs
+from .ppo_inputs import OP
 from .ppo_options import PPOOptions
 from .ranks import gathered
-from .shaping import FAULTS, NO_FAULT, Located, Placed, Shaped
+from .shaping import FAULTS, NO_FAULT, Located, Placed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -21,28 +22,105 @@ if TYPE_CHECKING:
 Number = int | float | str | None
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What a report is made of: nothing that has an entry per token, and nothing of the caller's.
+
+    Attributes:
+        tokens: N.
+        start: the first token of each sequence, int64 [S].
+        located, placed: of the call.
+        missing_eos: bool [S]; None: nobody asked.
+        kl_sum, kl_coef, clamped, fault: [S], the last two as in `rlhf_scan.shaping.Shaped`.
+        truncated: how many tokens are, a number on the device; None: nobody said.
+        step_rewards: by name, how many went where, on the device.
+        dropping, taking_for_zero: what `nonfinite` does.
+    """
+
+    tokens: int
+    start: Tensor
+    located: Located
+    placed: Placed
+    missing_eos: Tensor | None
+    kl_sum: Tensor
+    kl_coef: Tensor
+    clamped: Tensor
+    fault: Tensor
+    truncated: Tensor | None
+    step_rewards: Mapping[str, Tensor]
+    dropping: bool
+    taking_for_zero: bool
+
+    def counts(self) -> dict[str, Tensor | int]:
+        """Numbers on the device by name. Means are over sequences that statistics may hold."""
+        last, placed = self.located.last, self.placed
+        empty, faulty = last < 0, self.fault != NO_FAULT
+        counted = ~faulty | self.taking_for_zero
+        kl = torch.where(counted, self.kl_sum, 0.0).double()
+        scored = counted & (placed.place >= 0)
+        filled = (counted & ~empty).sum().clamp(min=1)
+        carried = (self.located.end > last) & (placed.place == last) & (placed.slot < 0)
+        return {
+            "sequences": len(self.start),
+            "tokens": self.tokens,
+            "trainable_tokens": self.located.trainable.sum(),
+            "masked_tokens": self.tokens - self.located.trainable.sum(),
+            "empty_sequences": empty.sum(),
+            "truncated": 0 if self.truncated is None else self.truncated,
+            "missing_eos": 0 if self.missing_eos is None else self.missing_eos.sum(),
+            "nonfinite_sequences": faulty.sum(),
+            "dropped_sequences": faulty.sum() if self.dropping else 0,
+            "clamped_tokens": self.clamped.sum(),
+            "scores_post_eos": (placed.slot >= 0).sum(),
+            "scores_carried_back": carried.sum(),
+            "scores_lost": ((placed.place < 0) & ~empty).sum(),
+            "score_mean": torch.where(scored, placed.score, 0.0).double().sum() / scored.sum().clamp(min=1),
+            "kl_mean": kl.sum() / torch.where(counted, self.located.trainable, 0).sum().clamp(min=1),
+            "kl_per_sequence": kl.sum() / filled,
+            "kl_penalty_per_sequence": torch.where(counted, self.kl_coef * kl, 0.0).sum() / filled,
+            **self.step_rewards,
+        }
+
+    def first_fault(self) -> tuple[Tensor, Tensor]:
+        """The first sequence with a fault, and the fault; -1 and -1 without one."""
+        if not self.fault.numel():
+            return self.fault.new_tensor(-1), self.fault.new_tensor(-1)
+        at = (self.fault != NO_FAULT).int().argmax()
+        code = self.fault[at]
+        return at, torch.where(code == NO_FAULT, -1, code)
+
+
 class PPOReport(Mapping[str, Number]):
     """A mapping of names to plain numbers. The first look reads the device, once; until then a call waits for nothing.
 
     Everything is of this process; the statistics of whitening are of all ranks of its process group.
-
-    Attributes:
-        score_tokens: int64 [S] on the device: the token of its sequence, counted from the sequence's first, that got the score; -1: none did.
-        nonfinite_sequences: bool [S] on the device: sequences with a number that is not finite where it counts.
     """
 
-    def __init__(self, numbers: Mapping[str, Tensor | int], fault: Tensor, score_tokens: Tensor) -> None:
-        """`numbers`: 0-d tensors and numbers by name. `fault`: as `Shaped.fault`."""
-        self._numbers = dict(numbers)
-        self._fault = fault
+    def __init__(self, facts: Facts) -> None:
+        """Of one call."""
+        self._facts = facts
         self._whitened: dict[str, Tensor] = {}
-        self.score_tokens = score_tokens
-        self.nonfinite_sequences = fault != NO_FAULT
+
+    @property
+    def score_tokens(self) -> Tensor:
+        """The token of its sequence, counted from the sequence's first, that got the score, int64 [S] on the device; -1: none did."""
+        place = self._facts.placed.place
+        return torch.where(place >= 0, place - self._facts.start, -1)
+
+    @property
+    def nonfinite_sequences(self) -> Tensor:
+        """Sequences with a number that is not finite where it counts, bool [S] on the device."""
+        return self._facts.fault != NO_FAULT
 
     def add_statistics(self, name: str, statistics: Tensor) -> None:
         """Count, mean and M2 with which `name` was whitened."""
         self._whitened[name] = statistics
         self.__dict__.pop("_read", None)
+
+    def first_nonfinite(self) -> tuple[int, int, str] | None:
+        """Sequence, token of it, and argument of the first number that is not finite where it counts."""
+        row, token, argument = (self[f"nonfinite_{name}"] for name in ("row", "token", "argument"))
+        return None if row is None else (int(row), int(token or 0), str(argument))
 
     def __getitem__(self, name: str) -> Number:
         """What is known under that name."""
@@ -60,89 +138,42 @@ class PPOReport(Mapping[str, Number]):
         """All of it."""
         return f"PPOReport({self._read})"
 
-    def first_nonfinite(self) -> tuple[int, int, str] | None:
-        """Sequence, token of it, and argument of the first number that is not finite where it counts."""
-        row, token, argument = (self[f"nonfinite_{name}"] for name in ("row", "token", "argument"))
-        return None if row is None else (int(row), int(token or 0), str(argument))
-
     @cached_property
     def _read(self) -> dict[str, Number]:
-        tensors = {name: value for name, value in self._numbers.items() if isinstance(value, Tensor)}
-        row, fault = _first(self._fault)
-        read = _together([*tensors.values(), row, fault, *self._whitened.values()])
-        values = dict(zip(tensors, read, strict=False))
+        counts = self._facts.counts()
+        tensors = [value for value in counts.values() if isinstance(value, Tensor)]
+        read = _together([*tensors, *self._facts.first_fault(), *self._whitened.values()])
         result: dict[str, Number] = {}
-        for name, value in self._numbers.items():
-            result[name] = value if not isinstance(value, Tensor) else _plain(values[name][0], value)
-        (at,), (code,) = read[len(tensors)], read[len(tensors) + 1]
+        for name, value in counts.items():
+            if isinstance(value, Tensor):
+                (number,) = next(read)
+                result[name] = number if value.dtype.is_floating_point else int(number)
+            else:
+                result[name] = value
+        (row,), (code,) = next(read), next(read)
         found = int(code) >= 0
-        result["nonfinite_row"] = int(at) if found else None
+        result["nonfinite_row"] = int(row) if found else None
         result["nonfinite_token"] = int(code) // len(FAULTS) if found else None
         result["nonfinite_argument"] = FAULTS[int(code) % len(FAULTS)] if found else None
-        for name, (count, mean, m2) in zip(self._whitened, read[len(tensors) + 2 :], strict=True):
+        for name, (count, mean, m2) in zip(self._whitened, read, strict=True):
             result[f"{name}_count"], result[f"{name}_mean"] = int(count), mean
             result[f"{name}_std"] = (m2 / (count - 1)) ** 0.5 if count > 1 else 0.0
         return result
 
 
-def _first(fault: Tensor) -> tuple[Tensor, Tensor]:
-    """The first sequence with a fault, and the fault; -1 and -1 without one."""
-    if not fault.numel():
-        return fault.new_tensor(-1), fault.new_tensor(-1)
-    at = (fault != NO_FAULT).int().argmax()
-    code = fault[at]
-    return at, torch.where(code == NO_FAULT, -1, code)
-
-
-def _together(tensors: list[Tensor]) -> list[list[float]]:
-    """The numbers of all tensors, in one transfer. Counts and places stay exact up to 2^53."""
-    if not tensors:
-        return []
-    flat = torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors]).tolist()
-    parts: list[list[float]] = []
+def _together(tensors: list[Tensor]) -> Iterator[list[float]]:
+    """The numbers of each tensor, all in one transfer. Counts and places stay exact up to 2^53."""
+    numbers = torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors]).tolist()
+    at = 0
     for tensor in tensors:
-        parts.append(flat[: tensor.numel()])
-        flat = flat[tensor.numel() :]
-    return parts
-
-
-def _plain(value: float, tensor: Tensor) -> int | float:
-    return value if tensor.dtype.is_floating_point else int(value)
-
-
-def counts_of(
-    inputs: PPOInputs, options: PPOOptions, located: Located, placed: Placed, shaped: Shaped, fault: Tensor, left_out: Tensor
-) -> dict[str, Tensor | int]:
-    """What a report says beyond what placing the score has counted. Means are over sequences that are not left out."""
-    counted = ~left_out
-    trainable = torch.where(counted, located.trainable, 0)
-    kl = torch.where(counted, shaped.kl_sum, 0.0).double()
-    penalty = torch.where(inputs.call.kl_coef != 0, inputs.call.kl_coef * kl, 0.0)
-    scored = counted & (placed.place >= 0)
-    filled = (counted & (located.last >= 0)).sum().clamp(min=1)
-    truncated = torch.zeros((), dtype=torch.int64, device=left_out.device)
-    if inputs.truncated is not None:
-        cut = inputs.truncated != 0
-        both = inputs.terminated is not None and inputs.terminated.shape == cut.shape
-        truncated = (cut & (inputs.terminated == 0) if both else cut).sum()
-    return {
-        "sequences": inputs.call.segments,
-        "tokens": inputs.call.tokens,
-        "trainable_tokens": located.trainable.sum(),
-        "masked_tokens": inputs.call.tokens - located.trainable.sum(),
-        "truncated": truncated,
-        "nonfinite_sequences": (fault != NO_FAULT).sum(),
-        "dropped_sequences": left_out.sum() if options.nonfinite == "drop" else 0,
-        "clamped_tokens": shaped.clamped.sum(),
-        "kl_mean": kl.sum() / trainable.sum().clamp(min=1),
-        "kl_per_sequence": kl.sum() / filled,
-        "kl_penalty_per_sequence": penalty.sum() / filled,
-        "score_mean": torch.where(scored, placed.score, 0.0).double().sum() / scored.sum().clamp(min=1),
-    }
+        yield numbers[at : at + tensor.numel()]
+        at += tensor.numel()
 
 
 def raise_if_asked(options: PPOOptions, report: PPOReport, group: ProcessGroup | None) -> None:
     """Raise for what `nonfinite="raise"` and `trailing="error"` forbid, on all ranks together. Reads the device for these two alone."""
+    if options.nonfinite != "raise" and options.trailing != "error":
+        return
     problem = None
     if options.nonfinite == "raise" and report["nonfinite_row"] is not None:
         row, token, argument = report["nonfinite_row"], report["nonfinite_token"], report["nonfinite_argument"]
@@ -156,7 +187,7 @@ def raise_if_asked(options: PPOOptions, report: PPOReport, group: ProcessGroup |
             f'{report.get("step_rewards_carried_back", 0)} step rewards that end on another; choose trailing="carry_back" to put them on the '
             "trainable token before"
         )
-    if group is not None and (options.nonfinite == "raise" or options.trailing == "error"):
+    if group is not None:
         others = gathered(torch.tensor([float(problem is not None)]), group)
         if problem is None and bool(others.any()):
             problem = f"all ranks must have sound sequences, got trouble on rank {int(others.argmax())} of the process group; see its error"

@@ -13,11 +13,11 @@ from . import whitening
 from .call import is_per_segment
 from .dispatch import estimate
 from .ppo_inputs import OP, PPOInputs
-from .ppo_options import PPOOptions
+from .ppo_options import PPOOptions, whitenings
 from .ppo_places import last_steps
 from .ppo_report import PPOReport
 from .segments import Segments
-from .shaping import Located, Placed
+from .shaping import NO_FAULT, Located, Placed, shaping_backend
 from .whitening import Whitening
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kept:
-    """Which tokens count, bool [N] each; None: all do.
+    """Which tokens count, [N] each, nonzero where they do; None: all do.
 
     Attributes:
         trainable: those of the mask.
@@ -41,27 +41,26 @@ class Kept:
     counted_steps: Tensor | None
 
 
-def kept_tokens(inputs: PPOInputs, options: PPOOptions, placed: Placed, counted: Tensor | None, left_out: Tensor) -> Kept:
-    """Of a batch whose sequences `left_out` [S] leave all statistics; `counted` as `ShapingBackend.counted` makes it, None: not needed."""
+def kept_tokens(inputs: PPOInputs, options: PPOOptions, placed: Placed, fault: Tensor) -> Kept:
+    """Of a batch with those faults."""
     mask = inputs.call.mask
-    if mask is None:
-        return Kept(None, None, counted, counted)
-    trainable = mask != 0
-    if options.score_at != "post_eos":
-        return Kept(trainable, trainable, counted, counted)
-    return Kept(
-        trainable,
-        _with_slots(trainable, placed.slot, placed.slot >= 0),
-        counted,
-        None if counted is None else _with_slots(counted, placed.slot, (placed.slot >= 0) & ~left_out),
-    )
+    whitens = any(definition is not None for definition in whitenings(OP, options))
+    left_out = fault != NO_FAULT
+    counted = mask
+    if options.nonfinite == "drop" or (whitens and options.nonfinite != "zero"):
+        counted = shaping_backend(inputs.backend).counted(inputs.call, left_out)
+    if mask is None or options.score_at != "post_eos":
+        return Kept(mask, mask, counted, counted)
+    sound = placed.slot >= 0 if options.nonfinite == "zero" else (placed.slot >= 0) & ~left_out
+    steps = _with_slots(mask, placed.slot, placed.slot >= 0)
+    return Kept(mask, steps, counted, None if counted is None else _with_slots(counted, placed.slot, sound))
 
 
 def _with_slots(flags: Tensor, slot: Tensor, on: Tensor) -> Tensor:
-    """`flags` [N], and True at each slot that is `on`."""
+    """Where `flags` [N] are nonzero, and at each slot that is `on`."""
     slots = torch.zeros(flags.numel() + 1, dtype=torch.bool, device=flags.device)
     slots[torch.where(on, slot, flags.numel())] = True  # absent ones share the place after the last token
-    return flags | slots[:-1]
+    return (flags if flags.dtype == torch.bool else flags != 0) | slots[:-1]
 
 
 def whitened(
@@ -154,5 +153,23 @@ def _trimmed(
 
 
 def cleared(tensor: Tensor, kept: Tensor | None) -> Tensor:
-    """0 where `kept` is False."""
-    return tensor if kept is None else torch.where(kept, tensor, 0.0)
+    """0 where `kept` is."""
+    return tensor if kept is None else torch.where(kept != 0, tensor, 0.0)
+
+
+def without_what_does_not_count(
+    options: PPOOptions, kept: Kept, advantages: Tensor, returns: Tensor, rewards: Tensor, kl: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four outputs with 0 at masked tokens and in dropped sequences; passes over what is 0 there already are not made."""
+    if options.nonfinite == "drop":
+        return (
+            cleared(advantages, kept.counted),
+            cleared(returns, kept.counted_steps),
+            cleared(rewards, kept.counted_steps),
+            cleared(kl, kept.counted),
+        )
+    if options.masked == "keep":
+        rewards = cleared(rewards, kept.steps)
+    if options.score_at == "post_eos":
+        advantages = cleared(advantages, kept.trainable)
+    return advantages, returns, rewards, kl

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, cast
 
 import torch
@@ -65,7 +66,7 @@ class ShapingCall:
         """N."""
         return self.values.numel()
 
-    @property
+    @cached_property
     def boundaries(self) -> Tensor:
         """cu_seqlens [S + 1], for rows too."""
         if self.cu_seqlens is not None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import re
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from ppo_samples import OUTPUTS, expected, on_device, random_call, random_option
 from torch import Tensor
 
 from rlhf_scan import InputError, ppo_advantages, whiten
+from rlhf_scan.ppo_options import WORDS, PPOOptions
 from rlhf_scan.whitening import Whitening
 
 CASES = {"reference": 60, "cpu": 60, "triton": 12}
@@ -270,3 +274,16 @@ def test_no_reference_policy_no_penalty(backend: str) -> None:
     result = ppo_advantages(**call | {"ref_logprobs": None}, backend=backend)
     assert not result.kl.any()
     assert result.report["nonfinite_sequences"] == 0
+
+
+def test_the_docs_say_what_the_options_are() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "ppo.md").read_text()
+    table = dict(re.findall(r"^\| `(\w+)` \| `?([^`|]*)`? \|", text, re.MULTILINE))
+    defaults = {field.name: "none" if field.default is None else str(field.default) for field in fields(PPOOptions)}
+    assert {name: table.get(name, "").strip() for name in defaults} == defaults
+    for name, words in WORDS.items():
+        (row,) = re.findall(rf"^\| `{name}` .*$", text, re.MULTILINE)
+        assert name == "whiten_advantages" or all(f"`{word}`" in row for word in words)
+    call = rows(bootstrap=torch.zeros(2))
+    report = ppo_advantages(**call, step_rewards=[], whiten_rewards=True).report
+    assert all(name in text or name.removeprefix("rewards").removeprefix("advantages") in text for name in report)
