@@ -30,7 +30,7 @@ class TileMap:
         width: of the tiles.
         rows: slots a program holds.
         bound: at most so many slots are in use.
-        slots: [bound, FIELDS], length 0 in one not in use; None for rows, whose programs tell their tile from their number.
+        slots: [bound, FIELDS], in one not in use length 0 and anything else; None for rows, whose programs tell their tile from their number.
     """
 
     width: int

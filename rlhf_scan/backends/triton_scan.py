@@ -52,10 +52,10 @@ def _rows_of_program(slots, segments, length, bound, ROWS: tl.constexpr, INDEX: 
         start = segment * length
         length = tl.where(slot < segments, length, 0)
     else:
-        there = slot < bound
-        segment = tl.load(slots + slot * FIELDS, mask=there, other=0).to(INDEX)
-        start = tl.load(slots + slot * FIELDS + 2, mask=there, other=0).to(INDEX)
-        length = tl.load(slots + slot * FIELDS + 3, mask=there, other=0).to(INDEX)
+        entry, there = slots + slot * FIELDS, slot < bound
+        length = tl.load(entry + 3, mask=there, other=0).to(INDEX)
+        segment = tl.where(length > 0, tl.load(entry, mask=there, other=0), 0).to(INDEX)
+        start = tl.where(length > 0, tl.load(entry + 2, mask=there, other=0), 0).to(INDEX)
     return segment, start, length
 
 
