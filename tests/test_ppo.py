@@ -287,3 +287,15 @@ def test_the_docs_say_what_the_options_are() -> None:
     call = rows(bootstrap=torch.zeros(2))
     report = ppo_advantages(**call, step_rewards=[], whiten_rewards=True).report
     assert all(name in text or name.removeprefix("rewards").removeprefix("advantages") in text for name in report)
+
+
+def test_within_a_compiled_function() -> None:
+    call = rows(values=torch.arange(10.0).reshape(2, 5))
+    untraced = torch.compiler.disable(ppo_advantages)
+
+    def step(values: Tensor) -> Tensor:
+        advantages: Tensor = untraced(**call | {"values": values * 2}).advantages
+        return advantages + 1
+
+    compiled = torch.compile(step, backend="eager")
+    assert torch.equal(compiled(call["values"]), step(call["values"]))
