@@ -167,13 +167,13 @@ BAD = ("logprobs", "ref_logprobs", "values", "rewards", "scores", "bootstrap")
 
 
 @pytest.mark.parametrize("name", BAD)
-@pytest.mark.parametrize("poison", [float("nan"), -float("inf")])
-def test_a_bad_sequence_spoils_no_other(backend: str, name: str, poison: float) -> None:
+@pytest.mark.parametrize(("poison", "score_at"), [(float("nan"), "last"), (-float("inf"), "post_eos")])
+def test_a_bad_sequence_spoils_no_other(backend: str, name: str, poison: float, score_at: str) -> None:
     rng = random.Random(8)
     call = random_rows(rng, 4, 9) | {"terminated": torch.zeros(4)}
     call["mask"][2] = torch.arange(9) < 5
     call["attention_mask"][2] = torch.arange(9) < 6
-    options = random_options(rng) | {"masked": "skip", "kl_at": "trainable", "trailing": "carry_back", "score_at": "last"}
+    options = random_options(rng) | {"masked": "skip", "kl_at": "trainable", "trailing": "carry_back", "score_at": score_at}
     options |= {"whiten_rewards": "keep_mean", "whiten_advantages": "unbiased", "score_clip": float("inf")}
     spoilt = {key: value.clone() for key, value in call.items()}
     spoilt[name][(2, 3) if name in PER_TOKEN else 2] = poison
@@ -191,7 +191,7 @@ def test_a_bad_sequence_spoils_no_other(backend: str, name: str, poison: float) 
     assert not results["propagate"].returns[2].isfinite().all()
     assert all(output.isfinite().all() for output in outputs_of(results["zero"]))
     for policy, result in results.items():
-        at = {"scores": 4, "bootstrap": 5}.get(name, 3)
+        at = {"scores": 4 if score_at == "last" else 6, "bootstrap": 5 if score_at == "last" else 6}.get(name, 3)
         assert result.report.first_nonfinite() == (2, at, name)
         assert result.report.nonfinite_sequences.tolist() == [False, False, True, False]
         assert (result.report["nonfinite_sequences"], result.report["dropped_sequences"]) == (1, int(policy == "drop"))
