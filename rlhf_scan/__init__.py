@@ -1,5 +1,6 @@
 """rlhf_scan: credit assignment for RLHF and LLM post-training, as fused segmented scans."""
 
+from . import served as _served  # noqa: F401  # makes them known
 from .engine import Engine, LocalEngine, execute
 from .errors import BackendError, EngineError, InputError, RlhfScanError
 from .forward import eligibility_traces, episodic_cumsum
@@ -9,7 +10,6 @@ from .linear import linear_scan
 from .off_policy import Retrace, VTrace, retrace, retrace_from_policy, vtrace
 from .ppo import PPOAdvantages, ppo_advantages
 from .requests import CreditRequest, CreditResult
-from . import served as _served  # noqa: F401  # makes them known
 from .segments import Segments
 from .turns import clock_rate, turn_returns
 from .version import __version__
