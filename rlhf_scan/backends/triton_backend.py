@@ -151,7 +151,7 @@ class _Scan:
         }
         warps = max(1, min(8, tile_map.rows * tile_map.width // 256))
         return Launcher(
-            triton_scan.scan_tiles, constants, alike=True, num_warps=warps, enable_fp_fusion=True, maxnreg=_REGISTERS[self.exact]
+            triton_scan.scan_tiles, constants, alike=True, num_warps=warps, enable_fp_fusion=False, maxnreg=_REGISTERS[self.exact]
         )
 
     def _rates(self, rates: tuple[Rate, ...], like: Tensor) -> tuple[tuple[Tensor | None, ...], tuple[float, ...]]:

@@ -83,7 +83,7 @@ def _into_group(carries, stride, slot, tile, tiles, REVERSE: tl.constexpr, GROUP
         word = tl.load(pointer, volatile=True)
         while word == UNSET:
             word = tl.load(pointer, volatile=True)
-        x += decay * word.to(DTYPE, bitcast=True)
+        x = passed(x, decay, word.to(DTYPE, bitcast=True))
     return x
 
 
@@ -133,7 +133,7 @@ def entering_carry(
     _publish(own + 2 * stride, group_a, leaves_group, DTYPE, WORD)
     _publish(own + 3 * stride, group_b, leaves_group, DTYPE, WORD)
     if group_decay != 0:
-        entering += group_decay * _into_group(carries, stride, slot, tile, tiles, REVERSE, GROUP, DTYPE)
+        entering = passed(entering, group_decay, _into_group(carries, stride, slot, tile, tiles, REVERSE, GROUP, DTYPE))
     leaves_block = leaves_group & (tile // GROUP % GROUP == (0 if REVERSE else GROUP - 1))
     _publish(own + 4 * stride, passed(a, b, entering), leaves_block, DTYPE, WORD)
     return entering
