@@ -77,7 +77,7 @@ def run(groups: Sequence[str], quick: bool, seconds: float, out: Path, only: Seq
             results["works"].append(measure.measure(_against(work, only), bandwidths[work.device], quick, _log))
         except Exception as error:  # the other works are still worth having
             _log(f"  the work failed: {type(error).__name__}: {error}")
-            results["not_run"].append(f"{work.name} ({type(error).__name__})")
+            results["not_run"].append(f"{work.name} ({type(error).__name__}: {error})")
         report.write(results, out, plot=False)
     report.write(results, out)
     return results

@@ -61,7 +61,8 @@ def _measure(work: Work, bandwidth: float, quick: bool, log: Log) -> dict[str, A
             contenders.append(found)
     _time(contenders, work)
     for contender in contenders:
-        _conclude(contender.row, floor)
+        if "failed" not in contender.row:
+            _conclude(contender.row, floor)
     for row in result["rows"]:
         log(f"  {row['provider']}: {say(row)}")
     return result
@@ -119,7 +120,7 @@ def _prepare(
     try:
         return _check(provider, row, inputs, wanted, floor, quick)
     except Exception as error:  # whatever a peer raises, the others are still measured
-        row["failed"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"[:300]
+        row["failed"] = _message(error)
         return None
 
 
@@ -173,20 +174,27 @@ def _time(contenders: Sequence[Contender], work: Work) -> None:
     """Those that take microseconds in turn, round after round; then the loops, between which the clocks would sink."""
     for loops in (False, True):
         group = [contender for contender in contenders if contender.provider.loop == loops]
-        if not group:
-            continue
-        if work.device == "cuda":
-            timing.warm_up(group[0].sampler.sample)
-        samples: dict[int, list[float]] = {i: [] for i in range(len(group))}
-        for number in range(max(contender.rounds for contender in group)):
-            for i, contender in enumerate(group):
-                if number < contender.rounds:
-                    samples[i].append(contender.sampler.sample())
-        for i, contender in enumerate(group):
-            figure = timing.Figure.of(samples[i])
+        if work.device == "cuda" and group:
+            timing.warm_up(group[0].runs[0])
+        samples: dict[str, list[float]] = {contender.provider.name: [] for contender in group}
+        for number in range(max((contender.rounds for contender in group), default=0)):
+            for contender in [contender for contender in group if number < contender.rounds]:
+                try:
+                    samples[contender.provider.name].append(contender.sampler.sample())
+                except Exception as error:  # whatever a peer raises, the others are still measured
+                    contender.row["failed"] = _message(error)
+                    group.remove(contender)
+        for contender in group:
+            figure = timing.Figure.of(samples[contender.provider.name])
             contender.row.update(time=figure.median, spread=figure.spread, how=contender.sampler.how)
         if work.device == "cuda":
             _time_host(group)
+
+
+def _message(error: Exception) -> str:
+    """What it is and its first line."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {lines[0]}"[:300]
 
 
 def _time_host(group: Sequence[Contender]) -> None:
