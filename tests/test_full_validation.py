@@ -60,8 +60,16 @@ FIRST = {"mask": at(4, 0, fill=1.0)}  # all but token 4 are trainable
             {"target_logprobs": at(1, inf)},
             "target_logprobs must be finite, or -inf for probability 0, at trainable tokens, got inf at token 1",
         ),
-        ("retrace", {"target_logprobs": at(1, nan)}, "retrace: target_logprobs must be finite, or -inf for probability 0, at trainable tokens"),
-        ("retrace", {"behavior_logprobs": at(1, -inf)}, "retrace: behavior_logprobs must be finite at trainable tokens, got -inf at token 1"),
+        (
+            "retrace",
+            {"target_logprobs": at(1, nan)},
+            "retrace: target_logprobs must be finite, or -inf for probability 0, at trainable tokens",
+        ),
+        (
+            "retrace",
+            {"behavior_logprobs": at(1, -inf)},
+            "retrace: behavior_logprobs must be finite at trainable tokens, got -inf at token 1",
+        ),
         ("linear_scan", {"b": at(1, inf)}, "linear_scan: b must be finite at trainable tokens, got inf at token 1"),
         (
             "retrace_from_policy",
