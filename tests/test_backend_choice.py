@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from wrong_calls import error_of, inputs_of, public
 import rlhf_scan
 from rlhf_scan import BackendError
 from rlhf_scan.backend_choice import backend_module
+from rlhf_scan.backends import triton_launch
 from rlhf_scan.estimators import served
 
 ROWS = torch.zeros(2, 3)
@@ -83,6 +85,34 @@ def test_a_backend_whose_library_is_missing(module: str, name: str) -> None:
         "    print(error)\n"
     )
     assert found.splitlines() == ["0.0", f"backend {name!r} needs {module}, which is not installed; install it or choose another backend"]
+
+
+@pytest.mark.parametrize(
+    ("version", "remedy"), [("3.5.1", "install triton>=3.6, "), ("3.6.0", "move them to a GPU, "), ("4.0.0+git12", "move them to")]
+)
+def test_a_triton_that_is_too_old_says_so(version: str, remedy: str) -> None:
+    """To a call, and to the doctor, in the same words."""
+    found = without_interpreter(
+        f"import triton; triton.__version__ = {version!r}\n"
+        "import torch, rlhf_scan\n"
+        "from rlhf_scan.doctor import _examine_backend\n"
+        "try:\n"
+        "    rlhf_scan.gae(torch.zeros(2, 3), torch.zeros(2, 3), backend='triton')\n"
+        "except rlhf_scan.BackendError as error:\n"
+        "    print(error)\n"
+        "torch.cuda.is_available = lambda: False\n"
+        "print(_examine_backend('triton')['why_not'])\n"
+    )
+    said = set(found.splitlines())
+    assert len(said) == 1
+    (message,) = said
+    assert remedy in message
+    assert message.startswith("backend 'triton' needs Triton 3.6 or newer, got 3.5.1; ") == (version == "3.5.1")
+
+
+def test_the_oldest_triton_is_the_one_that_is_asked_for() -> None:
+    extra = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert f'triton = ["triton>={".".join(map(str, triton_launch._OLDEST))}"]' in extra
 
 
 @pytest.mark.skipif(CUDA, reason="triton is not interpreted where there is a CUDA device")

@@ -166,6 +166,7 @@ def test_where_it_may_not_be_direct_it_is_not(device: SimpleNamespace, monkeypat
 def test_an_unread_version_is_not_launched_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_launch, "INTERPRETED", False)
     monkeypatch.setattr("triton.__version__", "4.0.1")
+    monkeypatch.setattr(triton_launch, "VERSION", (4, 0))
     assert "Triton 4.0.1" in str(triton_launch.why_not_direct.__wrapped__())
 
 
@@ -242,7 +243,7 @@ def test_direct_launches_give_the_bits_of_triton_s_own(monkeypatch: pytest.Monke
 
 @pytest.mark.gpu
 def test_triton_s_hooks_are_called() -> None:
-    triton = pytest.importorskip("triton", minversion="3.5")
+    triton = pytest.importorskip("triton")
     rewards = torch.randn(4, 100, device="cuda")
     names: list[str] = []
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..call import MASK_MODES, Call, Rate, Tensors, is_per_segment
 from . import tiles, triton_carry, triton_expectation, triton_map, triton_scan, triton_steps, triton_tile
 from .formulas import compiled_formula
-from .triton_launch import Launcher, absent, on_device_of, why_not_direct
+from .triton_launch import Launcher, absent, on_device_of, too_old, why_not_direct
 
 # Places within a launch are int32 below this many tokens (a tile may reach past the last one), int64 above.
 _INT32_TOKENS = 2**31 - 2 * tiles.WIDTH
@@ -29,7 +29,10 @@ _REGISTERS = {False: 64, True: 128}  # by whether arithmetic is in float64
 
 
 def why_not(device: torch.device) -> str | None:
-    """It takes CUDA tensors, or CPU tensors in Triton's interpreter."""
+    """It takes CUDA tensors, or CPU tensors in Triton's interpreter; an old Triton does not compile the kernels."""
+    reason = too_old()
+    if reason is not None:
+        return reason
     if device.type == "cuda" and not tiles.INTERPRETED:
         return None
     if device.type == "cpu" and tiles.INTERPRETED:

@@ -21,14 +21,16 @@ from triton.runtime import driver
 
 from .tiles import INTERPRETED
 
+VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+_OLDEST = (3, 6)  # that compiles the kernels
 # The versions in which this was read: CompiledKernel.run takes the numbers of programs in three dimensions, stream, function, metadata, what
 # hooks are told, the two hooks, and the kernel's parameters in order.
-_KNOWN = (3, 3), (3, 7)
+_KNOWN = _OLDEST, (3, 7)
 
 # Kernel, constants, options -> specialization of the arguments -> how what was compiled for them is launched.
 _COMPILED: dict[tuple[Any, ...], dict[tuple[Any, ...], tuple[Any, ...]]] = {}
 _ABSENT: dict[int, tuple[None, ...]] = {}
-_HOOKS = triton.knobs.runtime if hasattr(triton, "knobs") else CompiledKernel
+_HOOKS = triton.knobs.runtime if hasattr(triton, "knobs") else CompiledKernel  # one that is too old says so, it does not fail here
 _HERE: AbstractContextManager[Any] = nullcontext()
 
 
@@ -134,13 +136,20 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(index)
 
 
+def too_old() -> str | None:
+    """Why nothing can run, with the remedy; None where Triton compiles the kernels."""
+    if VERSION >= _OLDEST:
+        return None
+    needed = ".".join(map(str, _OLDEST))
+    return f"needs Triton {needed} or newer, got {triton.__version__}; install triton>={needed}, which comes with a newer torch, or run on the CPU"
+
+
 @lru_cache(maxsize=1)
 def why_not_direct() -> str | None:
     """Why every launch is left to Triton; None if repeated ones are direct."""
     if INTERPRETED:
         return "Triton's interpreter runs the kernels"
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if not _KNOWN[0] <= version <= _KNOWN[1]:
+    if not _KNOWN[0] <= VERSION <= _KNOWN[1]:
         return f"Triton {triton.__version__} is not among the versions whose launch was read, {_KNOWN[0]} to {_KNOWN[1]}"
     if driver.active.get_current_target().backend != "cuda":
         return "the GPU is not NVIDIA's"
