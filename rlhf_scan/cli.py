@@ -78,12 +78,15 @@ def serve(
     threads: Annotated[int | None, typer.Option(help="Threads that compute [RLHF_SCAN_THREADS; 2].")] = None,
     queue: Annotated[int | None, typer.Option(help="Requests admitted at once, 503 beyond [RLHF_SCAN_QUEUE; 64].")] = None,
     max_body_bytes: Annotated[int | None, typer.Option(help="Largest body, 413 beyond [RLHF_SCAN_MAX_BODY_BYTES; 256 MiB].")] = None,
+    max_json_bytes: Annotated[int | None, typer.Option(help="Largest JSON body, 413 beyond [RLHF_SCAN_MAX_JSON_BYTES; 64 MiB].")] = None,
+    body_seconds: Annotated[float | None, typer.Option(help="How long a body may take, 408 beyond [RLHF_SCAN_BODY_SECONDS; 60].")] = None,
+    warm: Annotated[str | None, typer.Option(metavar="OP,OP", help="Compiled before the service is ready [RLHF_SCAN_WARM; gae].")] = None,
 ) -> None:
-    """Serve every estimator over HTTP, until interrupted."""
+    """Serve every operation over HTTP, until interrupted; an option left out is what the environment says, or its default."""
+    given = {name: value for name, value in locals().items() if value is not None}
     with _needs("server"):
         from rlhf_scan.server import serving
-    given = {"host": host, "port": port, "backend": backend, "threads": threads, "queue": queue, "max_body_bytes": max_body_bytes}
-    serving.serve(serving.Settings.from_environment(**{name: value for name, value in given.items() if value is not None}))
+    serving.serve(serving.Settings.from_environment(**given))
 
 
 @app.command()

@@ -16,7 +16,7 @@ PREFIX = "RLHF_SCAN_"
 
 @dataclass(frozen=True)
 class Settings:
-    """Each can be given by the environment as RLHF_SCAN_<NAME>.
+    """Each can be given by the environment as RLHF_SCAN_<NAME>, or as an option of `rlhf-scan serve`.
 
     Attributes:
         host: address to listen on.
@@ -27,7 +27,7 @@ class Settings:
         threads: that decode, compute and encode.
         queue: requests admitted at once, those being received and computed included; 503 beyond.
         body_seconds: how long a body may take to arrive; 408 beyond.
-        warm: names of the estimators, with commas between, that are compiled and tested before the service is ready; a backend may take
+        warm: names of the operations, with commas between, that are compiled and tested before the service is ready; a backend may take
             seconds for each. The others are compiled at their first request.
     """
 

@@ -10,13 +10,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file, save_file
 from service import SAFETENSORS
 
@@ -24,7 +25,7 @@ from rlhf_scan import CreditRequest, LocalEngine, __version__, cli
 from rlhf_scan.estimators import estimator, register, unregister
 from rlhf_scan.operations import of_estimator
 from rlhf_scan.rollout import read_result, result_from_bytes, write_request
-from rlhf_scan.server import HttpEngine
+from rlhf_scan.server import HttpEngine, Settings
 
 Run = Callable[..., tuple[int, str, str]]
 REWARDS = torch.tensor([0.0, 0.0, 1.0, 0.5])
@@ -207,6 +208,16 @@ def test_serve_computes_as_compute_does_and_finishes_what_is_in_flight(rollout_f
             assert engine.run(slow).tensors["returns"][0] == 400_000
             assert stop.finished.is_set(), "was to be stopped meanwhile"
         assert process.wait(20) == -signal.SIGTERM
+
+
+def test_serve_has_an_option_for_every_setting(run: Run) -> None:
+    """Named in its help with its variable, and it reaches the setting, whose error it gets here."""
+    options = {option.name: option for option in typer.main.get_command(cli.app).commands["serve"].params}  # type: ignore[attr-defined]
+    assert set(options) == {field.name for field in fields(Settings)}
+    for name, option in options.items():
+        assert f"[RLHF_SCAN_{name.upper()}; " in option.help
+    for given in (("--max-json-bytes", "0"), ("--body-seconds", "-1"), ("--warm", "gae,gea"), ("--port", "70000"), ("--backend", "gpu")):
+        assert f"settings: {given[0][2:].replace('-', '_')} must " in run("serve", *given)[2]
 
 
 def test_serve_says_that_its_port_is_taken(run: Run) -> None:
