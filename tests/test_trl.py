@@ -1,12 +1,8 @@
-"""The TRL door, with real PPOTrainers that generate, score and learn; only their weights are tiny and random."""
+"""The TRL door, with real PPOTrainers that generate, score and learn: the numbers of TRL, from the rollout of TRL."""
 
 from __future__ import annotations
 
 import ast
-import importlib.util
-import inspect
-import math
-import textwrap
 import traceback
 from collections.abc import Iterator
 from functools import partial
@@ -20,71 +16,20 @@ import torch
 pytest.importorskip("trl")
 
 import trl
-from tiny_ppo import LogKeeper, tiny_tokenizer, tiny_trainer
-from transformers import TrainerCallback
-from trl.experimental.ppo import PPOTrainer, ppo_trainer
+from trl.experimental.ppo import ppo_trainer
+from trl_runs import ALL_OPTIONS, MARKS, UPDATES, Witness, built, logged, trl_alone
 
 from rlhf_scan import CreditRequest, CreditResult, EngineError, InputError, LocalEngine, Segments, gae
 from rlhf_scan.integrations.trl import AdvantageCallback
 from rlhf_scan.integrations.trl_block import BLOCK, REWARDS, SCOPES, recursion
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:trl", "ignore:var():UserWarning"),
-]
-UPDATES = 3
-ALL_OPTIONS = {"gamma": 0.97, "lam": 0.9, "whiten_rewards": True, "kl_estimator": "k3", "missing_eos_penalty": 1.0}
-
-
-class Witness:
-    """An engine that passes requests on and keeps them, with what came back."""
-
-    def __init__(self, engine: Any = None) -> None:
-        self.engine = engine or LocalEngine()
-        self.requests: list[CreditRequest] = []
-        self.results: list[CreditResult] = []
-
-    def run(self, request: CreditRequest) -> CreditResult:
-        self.requests.append(request)
-        self.results.append(self.engine.run(request))
-        return self.results[-1]
-
-
-def built(output_dir: Path, **options: Any) -> Any:
-    """A tiny trainer with a LogKeeper as `kept`."""
-    trainer = tiny_trainer(output_dir, **{"updates": UPDATES, "num_ppo_epochs": 2} | options)
-    trainer.kept = LogKeeper()
-    trainer.add_callback(trainer.kept)
-    return trainer
+pytestmark = MARKS
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Any:
     """`built`, with a place to write to."""
     return partial(built, tmp_path)
-
-
-def logged(trainer: Any, engine: Any = None, scope: str = "advantages") -> list[dict[str, float]]:
-    """What the trainer logs, trained through `engine` where one is given."""
-    if engine is not None:
-        trainer.add_callback(AdvantageCallback(trainer, engine, scope))
-    trainer.train()
-    assert len(trainer.kept.logs) == trainer.args.num_total_batches
-    return [{name: value for name, value in logs.items() if not math.isnan(value)} for logs in trainer.kept.logs]
-
-
-@pytest.fixture(scope="module")
-def trl_alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What TRL logs by itself, by the options of tiny_trainer."""
-    known: dict[str, list[dict[str, float]]] = {}
-
-    def baseline(**options: Any) -> list[dict[str, float]]:
-        key = repr(sorted(options.items()))
-        if key not in known:
-            known[key] = logged(built(tmp_path_factory.mktemp("alone"), **options))
-        return known[key]
-
-    return baseline
 
 
 def by_trl(request: CreditRequest) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,9 +72,7 @@ def ray_engine() -> Iterator[Any]:
     [("local_engine", {}), ("local_engine", ALL_OPTIONS), ("http_engine", {}), ("ray_engine", {})],
     ids=["local", "local, all options", "http", "ray"],
 )
-def test_logs_the_same_numbers(
-    make: Any, trl_alone: Any, request: pytest.FixtureRequest, engine: str, options: dict[str, Any], scope: str
-) -> None:
+def test_logs_the_same_numbers(make: Any, request: pytest.FixtureRequest, engine: str, options: dict[str, Any], scope: str) -> None:
     """In float64 the last bits, which may differ, are far below what TRL logs in float32. Its whitening, though, rounds n / (n - 1) to float32."""
     witness = Witness(request.getfixturevalue(engine))
     ours, theirs = logged(make(dtype=torch.float64, **options), witness, scope), trl_alone(dtype=torch.float64, **options)
@@ -142,13 +85,13 @@ def test_logs_the_same_numbers(
 
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("engine", ["local_engine", "http_engine", "ray_engine"])
-def test_logs_the_same_numbers_in_float32(make: Any, trl_alone: Any, request: pytest.FixtureRequest, engine: str, scope: str) -> None:
+def test_logs_the_same_numbers_in_float32(make: Any, request: pytest.FixtureRequest, engine: str, scope: str) -> None:
     """Here a last bit of a gradient reaches the weights through Adam, which divides it by its own size; TRL prints four digits."""
     for ours, theirs in zip(logged(make(), request.getfixturevalue(engine), scope), trl_alone(), strict=True):
         assert ours == pytest.approx(theirs, rel=5e-4, abs=1e-6)
 
 
-def test_other_advantages_log_other_numbers(make: Any, trl_alone: Any) -> None:
+def test_other_advantages_log_other_numbers(make: Any) -> None:
     """The comparison above can fail."""
 
     class Other:
@@ -225,117 +168,6 @@ def test_engine_gets_steps_4_to_6(make: Any, options: dict[str, Any], dtype: tor
     assert 12 in lengths  # a response that fills its row has its score on the last token
 
 
-def test_block_is_the_installed_one() -> None:
-    source = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(PPOTrainer.train))))
-    for statement in [*REWARDS[0], *BLOCK]:
-        assert textwrap.indent(ast.unparse(statement), "            ") in source
-
-
-@pytest.mark.parametrize(
-    "remove",
-    [
-        lambda trainer, callback: trainer.remove_callback(callback),
-        lambda trainer, callback: trainer.remove_callback(AdvantageCallback),
-        lambda trainer, callback: trainer.pop_callback(callback),
-        lambda trainer, callback: callback.restore(),
-    ],
-    ids=["remove", "remove class", "pop", "restore"],
-)
-def test_removal_restores(make: Any, trl_alone: Any, remove: Any) -> None:
-    engine, trainer = Witness(), make(updates=1)
-    before = dict(vars(trainer))
-    callback = AdvantageCallback(trainer, engine)
-    trainer.add_callback(callback)
-    assert trainer.train.__func__ is not PPOTrainer.train
-    remove(trainer, callback)
-    assert vars(trainer) == before
-    assert trainer.train.__func__ is PPOTrainer.train
-    assert callback not in trainer.callback_handler.callbacks
-    assert logged(trainer) == trl_alone(updates=1)
-    assert not engine.requests
-
-
-def test_removing_another_callback_restores_nothing(make: Any) -> None:
-    engine, trainer = Witness(), make(updates=1)
-    callback = AdvantageCallback(trainer, engine)
-    trainer.remove_callback(type(trainer.callback_handler.callbacks[-2]))
-    trainer.add_callback(callback)
-    trainer.train()
-    assert len(engine.requests) == 1
-
-
-def test_removal_during_training(make: Any, trl_alone: Any) -> None:
-    class Remover(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 1:
-                trainer.remove_callback(AdvantageCallback)
-
-    engine, trainer = Witness(), make(updates=2, dtype=torch.float64)
-    trainer.add_callback(Remover())
-    assert logged(trainer, engine) == trl_alone(updates=2, dtype=torch.float64)
-    assert len(engine.requests) == 1
-    assert trainer.train.__func__ is PPOTrainer.train
-
-
-def test_another_trainer_is_unaffected(make: Any) -> None:
-    original = PPOTrainer.train
-    engine, trainer, other = Witness(), make(updates=1), make(updates=1)
-    trainer.add_callback(AdvantageCallback(trainer, engine))
-    assert PPOTrainer.train is original
-    assert other.train.__func__ is original
-    other.train()
-    assert not engine.requests
-    assert make(updates=1).train.__func__ is original
-    assert "_credit" not in vars(ppo_trainer)
-
-
-def test_never_added_says_so(make: Any) -> None:
-    engine, trainer = Witness(), make(updates=1)
-    AdvantageCallback(trainer, engine)
-    with pytest.warns(UserWarning, match="not among its callbacks"):
-        trainer.train()
-    assert not engine.requests
-
-
-def test_added_twice_is_added_once(make: Any) -> None:
-    engine, trainer = Witness(), make(updates=1)
-    callback = AdvantageCallback(trainer, engine)
-    trainer.add_callback(callback)
-    trainer.add_callback(callback)
-    logged(trainer)
-    assert len(engine.requests) == 1
-    trainer.remove_callback(callback)
-    assert trainer.train.__func__ is not PPOTrainer.train
-    trainer.remove_callback(callback)
-    assert trainer.train.__func__ is PPOTrainer.train
-
-
-def test_two_callbacks_on_one_trainer(make: Any) -> None:
-    trainer = make()
-    first = AdvantageCallback(trainer)
-    with pytest.raises(InputError, match="has an AdvantageCallback already"):
-        AdvantageCallback(trainer)
-    first.restore()
-    trainer.add_callback(AdvantageCallback(trainer))
-
-
-def test_a_callback_belongs_to_one_trainer(make: Any) -> None:
-    trainer, other = make(), make()
-    callback = AdvantageCallback(trainer)
-    other.add_callback(callback)
-    with pytest.raises(InputError, match="trainer must be the one it is added to"):
-        other.train()
-
-
-def test_added_again_after_removal(make: Any) -> None:
-    trainer = make()
-    callback = AdvantageCallback(trainer)
-    trainer.add_callback(callback)
-    trainer.add_callback(trainer.pop_callback(callback))
-    with pytest.raises(InputError, match="make a new one"):
-        trainer.train()
-
-
 def test_an_input_error_stops_training_with_its_message(make: Any) -> None:
     trainer = make(gamma=1.5)
     trainer.add_callback(AdvantageCallback(trainer))
@@ -360,125 +192,3 @@ def test_bfloat16_keeps_its_dtype(make: Any) -> None:
     logged(trainer, engine)
     for request, result in zip(engine.requests, engine.results, strict=True):
         assert [tensor.dtype for tensor in result.tensors.values()] == [tensor.dtype for tensor in by_trl(request)]
-
-
-def test_another_class_is_refused(tmp_path: Path) -> None:
-    from datasets import Dataset
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from trl import SFTConfig, SFTTrainer
-
-    config = LlamaConfig(vocab_size=60, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    trainer = SFTTrainer(
-        model=LlamaForCausalLM(config),
-        args=SFTConfig(str(tmp_path), bf16=False, use_cpu=True, report_to=[]),
-        train_dataset=Dataset.from_list([{"input_ids": [2, 3, 4]}]),
-        processing_class=tiny_tokenizer(),
-    )
-    for wrong in (trainer, None, object()):
-        with pytest.raises(InputError, match=r"trainer must be a PPOTrainer of trl 0\.15\.2 to 1\.12\.0, got"):
-            AdvantageCallback(wrong)
-    assert "train" not in vars(trainer)
-
-
-def module_from(path: Path, source: str) -> Any:
-    """A module beside TRL's own, so that its relative imports work."""
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location(f"trl.experimental.ppo.{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("delta + args.gamma * args.lam * lastgaelam", "delta + args.lam * lastgaelam", "at line .* there must be `for t in"),
-        ("returns = advantages + values\n", "returns = advantages + values.clone()\n", "there must be `returns = advantages"),
-        ("advantages = masked_whiten(advantages, ~padding_mask)\n", "pass\n", "there must be `advantages = masked_whiten"),
-        ("gen_length = responses.shape[1]\n", "gen_length = responses.shape[1]; print()\n", "there must be `for t in"),
-        ("lastgaelam = 0\n", "lastgaelam = 0.0\n", "with 0 advantage blocks"),
-        ("padding_mask_p1", "padding_mask_plus_1", "sets no `padding_mask_p1`"),
-        ("    def train(self):\n", "    @torch.no_grad()\n    def train(self):\n", "a decorator or a patch wraps"),
-    ],
-)
-def test_an_altered_block_is_refused(make: Any, tmp_path: Path, old: str, new: str, message: str) -> None:
-    source = Path(ppo_trainer.__file__).read_text()
-    assert old in source
-    altered = module_from(tmp_path / "altered.py", source.replace(old, new))
-    trainer = make(trainer_class=altered.PPOTrainer)
-    with pytest.raises(InputError, match=f"PPOTrainer of trl 0.15.2 to 1.12.0, got .*{message}"):
-        AdvantageCallback(trainer)
-    assert trainer.train.__func__ is altered.PPOTrainer.train
-
-
-@pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("non_score_reward = -args.kl_coef * kl\n", "non_score_reward = -2 * args.kl_coef * kl\n"),
-        ("mask=~padding_mask_p1, shift_mean=False)", "mask=~padding_mask_p1)"),
-    ],
-)
-def test_other_rewards_are_left_to_the_trainer(make: Any, tmp_path: Path, old: str, new: str, scope: str) -> None:
-    source = Path(ppo_trainer.__file__).read_text()
-    assert old in source
-    trainer = make(trainer_class=module_from(tmp_path / "altered.py", source.replace(old, new)).PPOTrainer)
-    if scope == "rewards":
-        with pytest.raises(
-            InputError, match=r"makes its rewards in another way before line \d+ \(scope=\"advantages\" leaves them to it\)"
-        ):
-            AdvantageCallback(trainer, scope=scope)
-    else:
-        AdvantageCallback(trainer, scope=scope)
-
-
-@pytest.mark.parametrize("known", REWARDS, ids=["0.25", "0.17", "0.16"])
-def test_rewards_of_every_release_are_found(make: Any, tmp_path: Path, known: list[ast.stmt]) -> None:
-    lines = [textwrap.indent(ast.unparse(statement), " " * 16) for statement in known]
-    source = Path(ppo_trainer.__file__).read_text()
-    start, stop = source.index("                # 4. compute rewards"), source.index("                # 6. compute advantages")
-    altered = module_from(tmp_path / "release.py", source[:start] + "\n".join(lines) + "\n" + source[stop:])
-    engine = Witness()
-    logged(make(updates=1, trainer_class=altered.PPOTrainer), engine, "rewards")
-    assert [request.op for request in engine.requests] == ["ppo_advantages"]
-
-
-def test_an_unknown_scope(make: Any) -> None:
-    with pytest.raises(InputError, match=r"AdvantageCallback: scope must be one of \['advantages', 'rewards'\], got 'everything'"):
-        AdvantageCallback(make(), scope="everything")
-
-
-def test_train_keeps_its_closure_super_and_private_names(make: Any, trl_alone: Any, tmp_path: Path) -> None:
-    train = inspect.getsource(PPOTrainer.train).replace(
-        "        args = self.args\n",
-        "        args = self.args\n        self.__own = super().is_world_process_zero()\n        seen.append(self.__own)\n",
-        1,
-    )
-    source = f"""
-from trl.experimental.ppo import ppo_trainer
-globals().update({{name: value for name, value in vars(ppo_trainer).items() if not name.startswith("__")}})
-
-def child(seen):
-    class Child(PPOTrainer):
-{textwrap.indent(train, "    ")}
-    return Child
-"""
-    seen: list[bool] = []
-    child = module_from(tmp_path / "child.py", source).child(seen)
-    engine, trainer = Witness(), make(updates=2, trainer_class=child, dtype=torch.float64)
-    assert logged(trainer, engine) == trl_alone(updates=2, dtype=torch.float64)
-    assert len(engine.requests) == 2
-    assert seen == [True]
-    assert trainer._Child__own is True
-    assert trainer.train.__func__.__qualname__ == child.train.__qualname__
-
-
-def test_a_subclass_that_keeps_train(make: Any) -> None:
-    class Mine(PPOTrainer):
-        pass
-
-    engine = Witness()
-    logged(make(updates=1, trainer_class=Mine), engine)
-    assert len(engine.requests) == 1
