@@ -294,8 +294,6 @@ def test_within_a_compiled_function() -> None:
     untraced = torch.compiler.disable(ppo_advantages)
 
     def step(values: Tensor) -> Tensor:
-        advantages: Tensor = untraced(**call | {"values": values * 2}).advantages
-        return advantages + 1
+        return untraced(**call | {"values": values * 2}).advantages + 1
 
-    compiled = torch.compile(step, backend="eager")
-    assert torch.equal(compiled(call["values"]), step(call["values"]))
+    assert torch.equal(torch.compile(step, backend="eager")(call["values"]), step(call["values"]))
