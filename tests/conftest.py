@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,24 @@ def no_hang() -> Iterator[None]:
     faulthandler.dump_traceback_later(300, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    """Ray, running."""
+    ray = pytest.importorskip("ray")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(num_cpus=2, object_store_memory=256 << 20, include_dashboard=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def actors(ray: Any) -> list[Any]:
+    """Two actors that outlive every engine and pool."""
+    from rlhf_scan.ray_actors import CreditActor
+
+    return [CreditActor.options(num_cpus=0.1).remote("reference") for _ in range(2)]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
