@@ -52,11 +52,12 @@ def grpo(
 
         A_i = (r_i - mean of the group) / (std of the group + eps)
 
-    Rows may lie in any order, groups have any size. Sums are in float64, in a fixed order. Nothing waits for a GPU, unless `groups` is no
-    tensor or `nonfinite` is "raise".
+    Boundaries: no response of another group matters, unless ``std_over="batch"``. A group of one, or of equal scores, gets exactly 0 and is
+    degenerate. Rows may lie in any order, groups have any size. Sums are in float64, in a fixed order. Nothing waits for a GPU, unless
+    `groups` is no tensor or `nonfinite` is "raise".
 
     Args:
-        scores: r_i, [S], one per response.
+        scores: r_i, [S], one per response; float32, float64, bfloat16 or float16.
         groups: which prompt each answers, [S]: a tensor of any dtype (on the device of `scores`), or a list, tuple or NumPy array of
             numbers, strings or anything hashable. Equal ids are one group; ids need not be small, sorted or positive.
         keep: nonzero at responses that count, [S], any dtype; rejected ones are in no statistic and get 0. None: all count.
@@ -94,7 +95,9 @@ def rloo(
 ) -> GroupAdvantages:
     """REINFORCE with the mean of the other responses of the group as the baseline.
 
-        A_i = r_i - mean over j != i of r_j
+        A_i = r_i - mean over j != i of r_j,   j in the group of i
+
+    A group of one, or of equal scores, gets exactly 0 and is degenerate.
 
     Args:
         scores, groups, keep, nonfinite, dtype: as in `grpo`.
@@ -165,8 +168,10 @@ def reinforce_plus_plus(
 def expand_to_tokens(advantages: Tensor, mask: Tensor | None = None, *, segments: Segments | None = None) -> Tensor:
     """Give each trainable token of a response the response's advantage.
 
+        output_t = A_i,   i the response that token t is of;   0 at masked tokens
+
     Args:
-        advantages: [S], one per response.
+        advantages: A_i, [S], one per response; float32, float64, bfloat16 or float16, and so is the output.
         mask: nonzero at trainable tokens: [S, T], or with `segments` packed [N]. None: all tokens of the segments are trainable.
         segments: where each response lies in a pack. Boundaries on a GPU do not say how many tokens there are: pass a mask with them.
 

@@ -81,12 +81,13 @@ def ppo_advantages(
         r_t = rewards_t + (score, at the one token that gets it) - kl_coef * KL_t,   KL_t an estimate from logprobs_t - ref_logprobs_t
         advantages, returns = GAE of r and values;   rewards before it and advantages after it whitened if wanted
 
-    A sequence is a row, or a segment of a pack. None as an option means the preset's choice, without a preset the recommended one; docs/ppo.md
-    lists them. Outputs are 0 at masked tokens, and what stands there changes nothing elsewhere, unless ``masked="keep"``. A sequence does not see its
-    neighbours but through the statistics of whitening. A sequence with a number that is not finite is left out of these.
+    A sequence is a row, or a segment of a pack. Boundaries: after its last token the value is 0 if it terminated, and `bootstrap` (0 if None) if it
+    was cut, however wide its row. It does not see its neighbours but through the statistics of whitening, and one with a number that is not
+    finite is left out of these. Outputs are 0 at masked tokens, and what stands there changes nothing elsewhere, unless ``masked="keep"``. None
+    as an option means the preset's choice, without a preset the recommended one; docs/ppo.md lists them.
 
     Args:
-        logprobs: log pi(a_t | s_t) of the policy that sampled, [B, T] or packed [N]; nats.
+        logprobs: log pi(a_t | s_t) of the policy that sampled, [B, T] or packed [N]; nats. float32, float64, bfloat16 or float16.
         ref_logprobs: of the reference policy, likewise; None: no KL penalty.
         values: V(s_t), likewise.
         scores: of each sequence, [S] ([B] for rows), any dtype; None: 0.
@@ -120,7 +121,8 @@ def ppo_advantages(
         nonfinite: where a number that counts is not finite: "propagate" it within its sequence, "raise" (reads the device), take it for "zero", or
             "drop" the sequence: its outputs are 0. The report names sequence and token.
         process_group: whitening is over all its ranks, as in `whiten`.
-        dtype, backend: as in `gae`.
+        dtype: of the outputs; None: that of the tensors per token, promoted. Arithmetic is in float32 (float64 where one of these is).
+        backend: as in `gae`.
         validate: "shapes", or "full" to check contents too (reads the device); numbers that are not finite then raise instead of propagating.
 
     Returns:
@@ -130,7 +132,8 @@ def ppo_advantages(
         InputError: an argument is wrong; the message says which, and what to do.
         BackendError: the backend cannot run here.
 
-    Schulman et al. 2017, Proximal Policy Optimization Algorithms; Ouyang et al. 2022, InstructGPT; Yue et al. 2025, VAPO.
+    Schulman et al. 2016, High-Dimensional Continuous Control Using Generalized Advantage Estimation; Schulman et al. 2017, Proximal Policy
+    Optimization Algorithms; Ouyang et al. 2022, InstructGPT; Yue et al. 2025, VAPO.
     """
     given = locals()
     options = resolve_options(OP, preset, {field.name: given[field.name] for field in fields(PPOOptions)})

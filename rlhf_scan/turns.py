@@ -28,17 +28,18 @@ def turn_returns(
 
         G_k = r_k + gamma * G_{k+1},   return of token t = G of its turn, clock[t]
 
-    A reward belongs to a turn, whichever of its tokens it was made for: it can be lost neither on a masked token nor at a turn's end, and long
-    turns are not discounted more than short ones.
+    Boundaries: after a sequence's last turn G is 0, and no reward crosses into another sequence. A reward belongs to a turn, whichever of its
+    tokens it was made for: it can be lost neither on a masked token nor at a turn's end, and long turns are not discounted more than short ones.
 
     Args:
-        turn_rewards: r_k of each turn of each sequence, [S, K], 0 for turns that a sequence does not have.
+        turn_rewards: r_k of each turn of each sequence, [S, K], 0 for turns that a sequence does not have; float32, float64, bfloat16 or
+            float16.
         clock: the turn of each token, an integer from 0 to K - 1: [S, T], or with `segments` packed [N]. Negative: in no turn, its return is 0
             (prompt, padding).
         gamma: discount per turn in [0, 1]: a number, [S] per sequence, or [S, K].
         segments: where the sequences of a pack lie.
         mask: nonzero at trainable tokens, the shape of `clock`; returns of others are 0. None: all are.
-        dtype: of the returns; None: that of `turn_rewards`.
+        dtype: of the returns; None: that of `turn_rewards`. Sums are in float32 (float64 for float64 rewards).
         backend: as in `gae`.
         validate: "shapes", or "full" to check contents too. Where `clock` is on a GPU, only "full" sees that it is K or more; the return there
             is else 0.
@@ -48,6 +49,8 @@ def turn_returns(
 
     Raises:
         InputError, BackendError: as in `gae`.
+
+    Sutton & Barto 2018, Reinforcement Learning, section 3.3: the return, whose steps here are turns.
     """
     op = "turn_returns"
     check_option(op, "validate", validate, ("shapes", "full"))
@@ -76,6 +79,8 @@ def clock_rate(
     rate: float | Tensor, clock: Tensor, *, mask: Tensor | None = None, segments: Segments | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
     """A gamma or lambda per token that counts only when the clock goes on: `rate` at a turn's last token, 1 inside it.
+
+        rate_t = 1 where clock[next] = clock[t],   else rate;   next is the sequence's next trainable token
 
     Give it to any estimator: ``gae(rewards, values, gamma=clock_rate(0.9, turns, mask=mask), lam=clock_rate(0.95, turns, mask=mask),
     mask=mask)`` discounts and mixes from turn to turn, not from token to token.

@@ -82,9 +82,10 @@ def whiten(
 
         y = (x - mean) / sqrt(variance + eps)
 
-    Outputs at masked tokens are 0, and what stands there changes nothing. Trainable tokens that are all equal, or a single one, become
-    0 (their value with ``shift_mean=False``); without any the output is all 0. One NaN at a trainable token makes the statistics, and so all
-    trainable outputs, NaN. Statistics are merged in float64 in a fixed order: the same bits on each run.
+    Boundaries mean nothing to it: one mean and one variance for all segments. Outputs at masked tokens are 0, and what stands there changes
+    nothing. Trainable tokens that are all equal, or a single one, become 0 (their value with ``shift_mean=False``); without any the output is
+    all 0. One NaN at a trainable token makes the statistics, and so all trainable outputs, NaN. Statistics are merged in float64 in a fixed
+    order: the same bits on each run, the same up to rounding for any layout of the tokens.
 
     Args:
         x: any shape, float32, float64, bfloat16 or float16.
@@ -98,7 +99,7 @@ def whiten(
             without tokens too, and each gets the same statistics, bit for bit. None: of this process alone.
         allow_whitened: take an `x` that is the output of an earlier whitening. Otherwise that raises: whitened twice is a mistake. Not
             detected: a copy, or what was changed in place since; nothing under torch.compile.
-        dtype: of the output; None: that of `x`.
+        dtype: of the output; None: that of `x`. Arithmetic is in float64.
         backend: as in `gae`.
         validate: "shapes", or "full" to also raise where statistics are not finite (reads the device; all ranks raise together).
 
