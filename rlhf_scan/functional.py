@@ -68,7 +68,8 @@ def gae(
         InputError: an argument is wrong; the message says which, and what to do.
         BackendError: the backend cannot run here.
 
-    Schulman et al. 2016, High-Dimensional Continuous Control Using Generalized Advantage Estimation.
+    Schulman et al. 2016, High-Dimensional Continuous Control Using Generalized Advantage Estimation; Yue et al. 2025, VAPO
+    (`lam_value`).
     """
     return GAE(
         *estimate(
