@@ -127,7 +127,10 @@ def _put_turns(cu_seqlens, slots, segments, tokens, bound, turn, step, WIDTH: tl
                 tiles = tl.where(length > MEDIUM, tl.cdiv(length, WIDTH), 0).to(tl.int64)
                 there = tiles > turn
                 place = slot + tl.cumsum(there.to(tl.int32)) - 1
-                _put(slots, place, segment, segment * 0 + turn, start, length, before + tl.cumsum(tiles) - tiles, there)
+                after = before + tl.cumsum(tiles)
+                # Segments that overlap have more tiles than there is room for: those beyond it are left out whole, so that no tile waits for ever.
+                kept = tl.where(after <= bound, length, 0)
+                _put(slots, place, segment, segment * 0 + turn, start, kept, after - tiles, there & (place < bound))
                 slot += tl.sum(there.to(tl.int32))
                 before += tl.sum(tiles)
         turn += step
@@ -143,7 +146,8 @@ def _put_rows(cu_seqlens, slots, segments, tokens, bound, block, SHORTEST: tl.co
         slot += tl.sum(((length > SHORTEST) & (length <= LONGEST)).to(tl.int32))
     segment, start, length = _segments_from(block * BLOCK, cu_seqlens, segments, tokens, BLOCK)
     there = (length > SHORTEST) & (length <= LONGEST)
-    _put(slots, slot + tl.cumsum(there.to(tl.int32)) - 1, segment, segment * 0, start, length, start * 0, there)
+    place = slot + tl.cumsum(there.to(tl.int32)) - 1
+    _put(slots, place, segment, segment * 0, start, length, start * 0, there & (place < bound))
     if (block + 1) * BLOCK >= segments:
         _clear(slots, slot + tl.sum(there.to(tl.int32)), BLOCK, bound, BLOCK)
 
