@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -272,6 +273,7 @@ def test_tensors_of_a_gpu_that_is_not_the_current_one() -> None:
         assert found.advantages.device == rewards.device
         expected = rlhf_scan.gae(rewards.cpu(), values.cpu(), **layout)
         torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-4, atol=1e-4, check_device=False)
+        torch.testing.assert_close(rlhf_scan.whiten(rewards), rlhf_scan.whiten(rewards.cpu()), check_device=False)
         return found
 
     for _ in range(3):
@@ -279,3 +281,40 @@ def test_tensors_of_a_gpu_that_is_not_the_current_one() -> None:
             call(index)
             call(index, segments=Segments.from_lengths([5, 5900, 95]))
             assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.skipif(not triton_launch.INTERPRETED, reason="the interpreter's launches are in one place")
+def test_every_launch_is_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, which need not be the tensors'."""
+    from triton.runtime import interpreter  # type: ignore[import-untyped]
+
+    from rlhf_scan.backends import triton_shaping, triton_whiten
+
+    inside, names = 0, []
+
+    @contextlib.contextmanager
+    def entered(tensor: Tensor) -> Iterator[None]:
+        nonlocal inside
+        inside += 1
+        yield
+        inside -= 1
+
+    launch = interpreter.GridExecutor.__call__
+
+    def recorded(executor: Any, *given: Any, **options: Any) -> Any:
+        names.append((executor.fn.__name__, inside))
+        return launch(executor, *given, **options)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", recorded)
+    for module in (triton_backend, triton_shaping, triton_whiten):
+        monkeypatch.setattr(module, "on_device_of", entered)
+    rows, actions = torch.zeros(2, 4), torch.zeros(2, 4, 3)
+    pack = Segments.from_lengths([5, 3])
+    rlhf_scan.ppo_advantages(rows.flatten(), rows.flatten(), rows.flatten(), torch.ones(2), segments=pack, backend="triton")
+    rlhf_scan.retrace_from_policy(
+        rows, rows, actions, actions, rows, policy_probs=actions, actions=torch.zeros(2, 4, dtype=torch.int64), backend="triton"
+    )
+    assert {"scan_tiles", "_fill_slots", "_locate", "_shape", "_counted", "_tile_statistics", "_merge", "_whiten"} <= {
+        name for name, _ in names
+    }
+    assert [name for name, depth in names if depth == 0] == []

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .tiles import INTERPRETED
+from .triton_launch import on_device_of
 
 if TYPE_CHECKING:
     from ..whitening import Whitening
@@ -26,34 +27,37 @@ _WARPS = 8
 def statistics(x: Tensor, mask: Tensor | None) -> Tensor:
     """Of the trainable tokens."""
     parts = torch.empty(triton.cdiv(len(x), TILE), 3, dtype=torch.float64, device=x.device)
-    _tile_statistics[(len(parts),)](x, _flag(mask), parts, len(x), TILE, num_warps=_WARPS)
+    with on_device_of(x):
+        _tile_statistics[(len(parts),)](x, _flag(mask), parts, len(x), TILE, num_warps=_WARPS)
     return merge(parts)
 
 
 def merge(parts: Tensor) -> Tensor:
     """Of all tokens that the parts stand for."""
     merged = torch.empty(3, dtype=torch.float64, device=parts.device)
-    _merge[(1,)](parts.contiguous(), merged, len(parts), MERGED, num_warps=_WARPS)
+    with on_device_of(parts):
+        _merge[(1,)](parts.contiguous(), merged, len(parts), MERGED, num_warps=_WARPS)
     return merged
 
 
 def apply(x: Tensor, mask: Tensor | None, statistics: Tensor, whitening: Whitening, dtype: torch.dtype) -> Tensor:
     """Whitened, 0 at masked tokens."""
     result = torch.empty(len(x), dtype=dtype, device=x.device)
-    _whiten[(triton.cdiv(len(x), TILE),)](
-        x,
-        _flag(mask),
-        result,
-        statistics,
-        len(x),
-        float(whitening.eps),
-        whitening.shift_mean,
-        whitening.scale,
-        whitening.unbiased,
-        whitening.eps_at,
-        TILE,
-        num_warps=_WARPS,
-    )
+    with on_device_of(x):
+        _whiten[(triton.cdiv(len(x), TILE),)](
+            x,
+            _flag(mask),
+            result,
+            statistics,
+            len(x),
+            float(whitening.eps),
+            whitening.shift_mean,
+            whitening.scale,
+            whitening.unbiased,
+            whitening.eps_at,
+            TILE,
+            num_warps=_WARPS,
+        )
     return result
 
 
