@@ -51,9 +51,26 @@ def check_dtype(op: str, dtype: torch.dtype | None) -> None:
         )
 
 
+def check_switch(op: str, name: str, value: object) -> None:
+    """Raise unless `value` is True or False: a word such as "false" would count as True."""
+    if not isinstance(value, bool):
+        raise InputError(f"{op}: {name} must be True or False, got {value!r:.80}; pass one of these")
+
+
+def number_of(op: str, name: str, value: object, what: str = "a number") -> float:
+    """`value` as a float; raise unless it is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InputError(f"{op}: {name} must be {what}, got {type(value).__name__}; pass a float such as 0.99")
+    try:
+        return float(value)
+    except OverflowError as error:
+        got = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__
+        raise InputError(f"{op}: {name} must be {what} below 1e308, got {got}; pass a float such as 0.99") from error
+
+
 def check_eps(op: str, eps: object) -> None:
     """Raise unless `eps` can be added to a variance or a standard deviation."""
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0.0 <= eps < math.inf:
+    if not 0.0 <= number_of(op, "eps", eps, "a number from 0 on") < math.inf:
         raise InputError(f"{op}: eps must be a number from 0 on, got {eps!r}; pass one such as 1e-8")
 
 
@@ -222,11 +239,10 @@ def resolve_rate(layout: Layout, name: str, rate: object, largest: float = 1.0) 
     if isinstance(rate, Tensor):
         checked = check_floats(layout.op, name, rate)
         return per_token_or_segment(layout, name, checked.expand(layout.segments) if checked.dim() == 0 else checked)
-    if isinstance(rate, bool) or not isinstance(rate, int | float):
-        raise InputError(f"{layout.op}: {name} must be a number or a tensor, got {type(rate).__name__}; pass a float such as 0.99")
-    if not 0.0 <= rate <= largest:
+    number = number_of(layout.op, name, rate, "a number or a tensor")
+    if not 0.0 <= number <= largest:
         raise InputError(f"{layout.op}: {name} must lie in {interval(largest)}, got {rate}; {RATE_REMEDY}")
-    return float(rate)
+    return number
 
 
 def interval(largest: float) -> str:

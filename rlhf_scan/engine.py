@@ -80,7 +80,7 @@ def _run_alone(entry: Operation, run: Callable[..., Any], request: CreditRequest
     first = request.tensors[entry.required[0]]
     report = _report(started, first.device, choose_backend(backend, first.device) if entry.takes_backend else "torch", 0)
     segments: Segments | None = arguments.get("segments")
-    count = segments.count if segments is not None else (1 if first.dim() == 1 else len(first))
+    count = segments.count if segments is not None else (1 if first.dim() < 2 else len(first))
     extra = {} if entry.report is None else entry.report(found)
     return CreditResult(tensors, {**report, "segments": count, "tokens": first.numel(), **extra})
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import check_dtype, check_eps, check_floats, check_option
+from .checks import check_dtype, check_eps, check_flag, check_floats, check_option, check_switch
 from .errors import InputError
 from .group_rows import Rows, centred, ids_of, resolve_rows
 from .ranks import check_process_group, gathered
@@ -79,6 +79,8 @@ def grpo(
     """
     check_option("grpo", "std_over", std_over, STD_OVER)
     check_eps("grpo", eps)
+    check_switch("grpo", "scale", scale)
+    check_switch("grpo", "unbiased", unbiased)
     rows = resolve_rows("grpo", scores, keep, nonfinite)
     group = centred(rows, ids_of("grpo", groups, scores))
     advantages = group.deviations
@@ -186,7 +188,9 @@ def expand_to_tokens(advantages: Tensor, mask: Tensor | None = None, *, segments
     count = len(advantages) if advantages.dim() == 1 else -1
     if count < 0:
         raise InputError(f"{op}: advantages must be [S], got shape {list(advantages.shape)}; pass one per response")
-    if mask is None and (segments is None or segments.total is None):
+    if mask is not None:
+        mask = check_flag(op, "mask", mask)
+    elif not isinstance(segments, Segments) or segments.total is None:
         raise InputError(f"{op}: mask must be given where segments do not say how many tokens there are, got None; pass the token mask")
     shape = torch.Size([segments.total or 0]) if mask is None and segments is not None else mask.shape  # type: ignore[union-attr]
     owners, responses = token_owners(op, shape, segments, advantages.device)

@@ -13,6 +13,7 @@ from . import whitened as whitened_before
 from .ppo_inputs import OP, PPOInputs, resolve_inputs
 from .ppo_options import PPOOptions, resolve_options, whitenings
 from .ppo_places import place_scores, sequence_faults, sound, truncated_count, with_step_rewards
+from .ppo_rates import wrong_rates
 from .ppo_report import Facts, PPOReport, raise_if_asked
 from .ppo_stages import kept_tokens, recursion, whitened, without_what_does_not_count
 from .ranks import check_process_group
@@ -153,7 +154,7 @@ def ppo_advantages(
         whitened_before.refuse(OP, "rewards", rewards)
     if validate == "full" and options.nonfinite == "propagate":
         options = replace(options, nonfinite="raise")
-    return _run(inputs, options, process_group)
+    return _run(inputs, options, process_group, full=validate == "full")
 
 
 _TENSORS = (
@@ -171,11 +172,11 @@ _TENSORS = (
 )
 
 
-def _run(inputs: PPOInputs, options: PPOOptions, group: ProcessGroup | None) -> PPOAdvantages:
+def _run(inputs: PPOInputs, options: PPOOptions, group: ProcessGroup | None, *, full: bool) -> PPOAdvantages:
     """Shape, whiten, solve, whiten."""
     whiten_rewards, whiten_advantages = whitenings(OP, options)
     located, placed, shaped, report = _shape(inputs, options)
-    raise_if_asked(options, report, group)
+    raise_if_asked(options, report, group, full=full, rates=wrong_rates(inputs, options, located) if full else None)
     kept = kept_tokens(inputs, options, placed, shaped.fault)
     rewards = shaped.rewards
     if whiten_rewards is not None:

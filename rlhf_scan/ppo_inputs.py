@@ -145,12 +145,15 @@ def _by_stop_reason(layout: Layout, tensors: Mapping[str, Any], reasons: Sequenc
     twice = [name for name in _DIVIDERS if tensors[name] is not None]
     if twice:
         raise InputError(f"{OP}: stop_reasons must not be given with {twice[0]}, got both; drop one of them")
-    if isinstance(reasons, str) or len(reasons) != layout.segments:
-        got = f"{reasons!r}" if isinstance(reasons, str) else f"{len(reasons)}"
+    as_list = getattr(reasons, "tolist", None)  # NumPy's
+    words = reasons if as_list is None else as_list()
+    # No set, which has no order, and nothing that reading uses up.
+    if isinstance(words, str) or not isinstance(words, Sequence) or len(words) != layout.segments:
+        got = f"{len(words)}" if isinstance(words, list | tuple) else f"{words!r:.80}"
         raise InputError(f"{OP}: stop_reasons must have {layout.segments} entries, one per sequence, got {got}; pass a list of words")
-    for reason in reasons:
+    for reason in words:
         checks.check_option(OP, "stop_reasons", reason, tuple(STOP_REASONS))
-    stopped = torch.tensor([STOP_REASONS[reason] for reason in reasons], dtype=torch.bool).to(layout.device, non_blocking=True)
+    stopped = torch.tensor([STOP_REASONS[reason] for reason in words], dtype=torch.bool).to(layout.device, non_blocking=True)
     flags = {"terminated": stopped, "truncated": ~stopped}
     return flags if tensors["has_eos"] is not None else {**flags, "has_eos": stopped}
 
@@ -203,12 +206,12 @@ def _step_rewards(layout: Layout, given: Any, number: torch.dtype) -> StepReward
                 given if isinstance(given, Tensor) else torch.tensor([tuple(map(float, triple)) for triple in given], dtype=torch.float64)
             )
             given = table.reshape(-1, 3).unbind(1)
-        sequences, tokens = (part.detach().to(torch.int64) for part in given[:2])
+        sequences, tokens = (_whole(part.detach()) for part in given[:2])
         rewards = given[2].detach().to(number)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InputError(
             f"{OP}: step_rewards must be (sequence, end token, reward) triples, got {type(given).__name__}; pass a list of triples, a [K, 3] "
-            "tensor, or three tensors [K]"
+            "tensor, or three tensors [K], with sequences and tokens as integers, float32 or float64"
         ) from error
     if not (sequences.shape == tokens.shape == rewards.shape and sequences.dim() == 1):
         shapes = [list(part.shape) for part in (sequences, tokens, rewards)]
@@ -218,6 +221,14 @@ def _step_rewards(layout: Layout, given: Any, number: torch.dtype) -> StepReward
     if sequences.device.type == "cpu" and tokens.device.type == "cpu":
         _check_places(layout, sequences, tokens)
     return StepRewards(*(part.to(layout.device, non_blocking=True) for part in (sequences, tokens, rewards)))
+
+
+def _whole(numbers: Tensor) -> Tensor:
+    """Sequences or tokens as int64; -1, which no batch has, for what is no whole number."""
+    if numbers.dtype in (torch.bfloat16, torch.float16) or numbers.dtype.is_complex:
+        raise TypeError(f"{numbers.dtype} does not hold every place")
+    whole = numbers.to(torch.int64)
+    return torch.where(numbers == whole, whole, -1)
 
 
 def _check_places(layout: Layout, sequences: Tensor, tokens: Tensor) -> None:
@@ -235,5 +246,5 @@ def _check_places(layout: Layout, sequences: Tensor, tokens: Tensor) -> None:
         at = int(outside[0])
         raise InputError(
             f"{OP}: step_rewards must name tokens of the batch, got token {int(tokens[at])} of sequence {int(sequences[at])} at entry {at}; "
-            "count sequences from 0, and tokens from the first of their sequence"
+            "count sequences from 0, and tokens from the first of their sequence, in whole numbers"
         )

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from .call import MASK_MODES
-from .checks import check_floats, check_option
+from .checks import check_floats, check_option, number_of
 from .errors import InputError
 from .reward_formulas import KL_ESTIMATORS
 from .whitening import Whitening
@@ -171,8 +171,7 @@ def _check_clip(op: str, options: PPOOptions) -> None:
 
 
 def _check_number(op: str, name: str, value: object, least: float, *, finite: bool) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputError(f"{op}: {name} must be a number, got {type(value).__name__}; pass a float such as 0.1")
-    if math.isnan(value) or value < least or (finite and math.isinf(value)):
+    number = number_of(op, name, value)
+    if math.isnan(number) or number < least or (finite and math.isinf(number)):
         wanted = ("a finite number" if finite else "a number") + ("" if least == -math.inf else f" >= {least:g}")
         raise InputError(f"{op}: {name} must be {wanted}, got {value}; pass a value in that range")

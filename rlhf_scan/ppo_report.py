@@ -170,26 +170,34 @@ def _together(tensors: list[Tensor]) -> Iterator[list[float]]:
         at += tensor.numel()
 
 
-def raise_if_asked(options: PPOOptions, report: PPOReport, group: ProcessGroup | None) -> None:
-    """Raise for what `nonfinite="raise"` and `trailing="error"` forbid, on all ranks together. Reads the device for these two alone."""
-    if options.nonfinite != "raise" and options.trailing != "error":
+def raise_if_asked(options: PPOOptions, report: PPOReport, group: ProcessGroup | None, *, full: bool, rates: str | None) -> None:
+    """Raise, on all ranks together, for what `nonfinite="raise"` and `trailing="error"` forbid, and for `rates`, what is wrong with these.
+
+    Reads the device for the two, and on several ranks where `full` contents were asked for.
+    """
+    if options.nonfinite != "raise" and options.trailing != "error" and not full:
         return
-    problem = None
-    if options.nonfinite == "raise" and report["nonfinite_row"] is not None:
-        row, token, argument = report["nonfinite_row"], report["nonfinite_token"], report["nonfinite_argument"]
-        problem = (
-            f"{argument} must be finite where it counts, got a number that is not at token {token} of sequence {row} "
-            f'({report["nonfinite_sequences"]} such sequences in all); mask that token, mend it, or choose nonfinite="drop" or "zero"'
-        )
-    elif options.trailing == "error" and (report["scores_carried_back"] or report.get("step_rewards_carried_back", 0)):
-        problem = (
-            f'scores must end on trainable tokens with trailing="error", got {report["scores_carried_back"]} sequences and '
-            f'{report.get("step_rewards_carried_back", 0)} step rewards that end on another; choose trailing="carry_back" to put them on the '
-            "trainable token before"
-        )
+    problem = rates or _problem(options, report)
     if group is not None:
         others = gathered(torch.tensor([float(problem is not None)]), group)
         if problem is None and bool(others.any()):
             problem = f"all ranks must have sound sequences, got trouble on rank {int(others.argmax())} of the process group; see its error"
     if problem is not None:
         raise InputError(f"{OP}: {problem}")
+
+
+def _problem(options: PPOOptions, report: PPOReport) -> str | None:
+    """What the two options forbid of what was found; None: nothing."""
+    if options.nonfinite == "raise" and report["nonfinite_row"] is not None:
+        row, token, argument = report["nonfinite_row"], report["nonfinite_token"], report["nonfinite_argument"]
+        return (
+            f"{argument} must be finite where it counts, got a number that is not at token {token} of sequence {row} "
+            f'({report["nonfinite_sequences"]} such sequences in all); mask that token, mend it, or choose nonfinite="drop" or "zero"'
+        )
+    if options.trailing == "error" and (report["scores_carried_back"] or report.get("step_rewards_carried_back", 0)):
+        return (
+            f'scores must end on trainable tokens with trailing="error", got {report["scores_carried_back"]} sequences and '
+            f'{report.get("step_rewards_carried_back", 0)} step rewards that end on another; choose trailing="carry_back" to put them on the '
+            "trainable token before"
+        )
+    return None

@@ -5,6 +5,7 @@ A repeated call checks its numbers and hands its tensors to the backend. For sma
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 from typing import Any
@@ -101,7 +102,12 @@ class Repeat:
         self._inputs = [place[name] for name in entry.inputs]
         self._rates = [place[name] for channel in entry.channels[: len(call.rates)] for name in channel]
         self._optional = place["mask"], place["terminated"], place["truncated"], place["bootstrap"]
-        self._ranges = [(place[name], rate.largest) for name, rate in entry.rates.items() if isinstance(given[place[name]], int | float)]
+        self._ranges = [
+            # Not every integer fits a float.
+            (place[name], min(rate.largest, sys.float_info.max) if isinstance(given[place[name]], int) else rate.largest)
+            for name, rate in entry.rates.items()
+            if isinstance(given[place[name]], int | float)
+        ]
         self._made: list[tuple[int, Callable[[Any], Any]]] = [
             (i, float if isinstance(value, int) else _contiguous)
             for i, value in enumerate(given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import check_dtype, check_flag, check_floats, check_option
+from .checks import check_dtype, check_flag, check_floats, check_option, number_of
 from .dispatch import estimate
 from .errors import InputError
 from .segments import Segments
@@ -67,10 +67,10 @@ def turn_returns(
     count = rewards.shape[1]
     if validate == "full" or turns.device.type == "cpu":
         _check_turns(op, turns, live, count)
-    if rewards.numel() == 0 or turns.numel() == 0:
-        return torch.zeros(turns.shape, dtype=dtype or rewards.dtype, device=rewards.device)
     tensors = {"rewards": rewards}
     (returns,) = estimate("discounted_returns", tensors, {"gamma": gamma}, dtype=dtype, backend=backend, validate=validate, op=op)
+    if returns.numel() == 0 or turns.numel() == 0:
+        return returns.new_zeros(turns.shape)
     found = returns[owners, turns.clamp(0, count - 1)]
     return torch.where(live & (turns >= 0) & (turns < count), found, 0)
 
@@ -148,11 +148,10 @@ def _rates(op: str, rate: object, sequences: int, dtype: torch.dtype | None, dev
         if found.shape != (sequences,):
             raise InputError(f"{op}: rate must be a number or have shape [{sequences}], got {list(found.shape)}; pass one per sequence")
         return found.to(device=device, dtype=dtype or found.dtype)
-    if isinstance(rate, bool) or not isinstance(rate, int | float):
-        raise InputError(f"{op}: rate must be a number or a tensor, got {type(rate).__name__}; pass a float such as 0.99")
-    if not 0.0 <= rate <= 1.0:
+    number = number_of(op, "rate", rate, "a number or a tensor")
+    if not 0.0 <= number <= 1.0:
         raise InputError(f"{op}: rate must lie in [0, 1], got {rate}; pass a value in that range")
-    return torch.full((sequences,), rate, dtype=dtype or torch.float32, device=device)
+    return torch.full((sequences,), number, dtype=dtype or torch.float32, device=device)
 
 
 def _integers(op: str, clock: object, device: torch.device) -> Tensor:

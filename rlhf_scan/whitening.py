@@ -12,7 +12,7 @@ from torch import Tensor
 from . import whitened
 from .backend_choice import choose_backend
 from .call import BACKENDS
-from .checks import check_dtype, check_eps, check_floats, check_mask, check_option
+from .checks import check_dtype, check_eps, check_floats, check_mask, check_option, check_switch
 from .errors import InputError
 from .ranks import check_process_group, gathered
 
@@ -43,6 +43,8 @@ class Whitening:
         """Raise InputError, which speaks for `op`, unless it can be used."""
         check_option(op, "eps_at", self.eps_at, EPS_PLACES)
         check_eps(op, self.eps)
+        for name in ("shift_mean", "scale", "unbiased"):
+            check_switch(op, name, getattr(self, name))
         if not self.shift_mean and not self.scale:
             raise InputError(f"{op}: shift_mean and scale must not both be False, got False and False; one of them is what whitening does")
 
@@ -114,6 +116,7 @@ def whiten(
     """
     whitening = Whitening(shift_mean, scale, unbiased, eps, eps_at)
     whitening.check("whiten")
+    check_switch("whiten", "allow_whitened", allow_whitened)
     check_option("whiten", "validate", validate, ("shapes", "full"))
     check_dtype("whiten", dtype)
     check_floats("whiten", "x", x)
