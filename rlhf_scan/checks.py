@@ -57,20 +57,20 @@ def check_switch(op: str, name: str, value: object) -> None:
         raise InputError(f"{op}: {name} must be True or False, got {value!r:.80}; pass one of these")
 
 
-def number_of(op: str, name: str, value: object, what: str = "a number") -> float:
+def number_of(op: str, name: str, value: object, what: str = "a number", like: float = 0.99) -> float:
     """`value` as a float; raise unless it is a number that a float can hold."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputError(f"{op}: {name} must be {what}, got {type(value).__name__}; pass a float such as 0.99")
+        raise InputError(f"{op}: {name} must be {what}, got {type(value).__name__}; pass a float such as {like}")
     try:
         return float(value)
     except OverflowError as error:
         got = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__
-        raise InputError(f"{op}: {name} must be {what} below 1e308, got {got}; pass a float such as 0.99") from error
+        raise InputError(f"{op}: {name} must be {what} below 1e308, got {got}; pass a float such as {like}") from error
 
 
 def check_eps(op: str, eps: object) -> None:
     """Raise unless `eps` can be added to a variance or a standard deviation."""
-    if not 0.0 <= number_of(op, "eps", eps, "a number from 0 on") < math.inf:
+    if not 0.0 <= number_of(op, "eps", eps, "a number from 0 on", 1e-8) < math.inf:
         raise InputError(f"{op}: eps must be a number from 0 on, got {eps!r}; pass one such as 1e-8")
 
 

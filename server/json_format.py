@@ -65,7 +65,7 @@ def result_to_json(op: str, result: CreditResult) -> bytes:
             raise Problem(
                 422, f"{op}: {name} must be finite to be JSON, but overflows {dtype}; send smaller numbers or ask for a wider dtype"
             )
-        arrays[name] = numbers.contiguous().numpy()
+        arrays[name] = numbers.contiguous().numpy()[()]  # a tensor without dimensions becomes a number
     return orjson.dumps({"tensors": arrays, "report": dict(result.report)}, option=orjson.OPT_SERIALIZE_NUMPY)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from conftest import device_of
 
 import rlhf_scan
 from rlhf_scan import CreditRequest, InputError, Segments, execute
+from rlhf_scan.server.json_format import result_to_json
 from rlhf_scan.whitening import Whitening
 
 ROWS = torch.tensor([[-1.0, -0.5, -0.2], [-1.0, -2.0, -3.0]])
@@ -86,6 +88,7 @@ def test_a_single_number_is_whitened() -> None:
     (result,) = execute([CreditRequest("whiten", {"x": torch.tensor(5.0)})])
     assert result.tensors["whitened"] == 0
     assert result.report["segments"] == 1
+    assert json.loads(result_to_json("whiten", result))["tensors"] == {"whitened": 0.0}
 
 
 @pytest.mark.parametrize("reasons", [["stop", "length"], ("stop", "length"), np.array(["stop", "length"])])
