@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from script_modules import script
 from torch import Tensor
 
 from rlhf_scan.benchmarks import batches, check, command, end_to_end, measure, providers, report, targets, timing, works
@@ -243,23 +244,14 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert (tmp_path / "e2e.md").read_text().count(" x |") == 2
 
 
-def performance_table() -> Any:
-    spec = importlib.util.spec_from_file_location("performance_table", ROOT / "scripts" / "performance_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_readmes_table_is_that_of_the_committed_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
-    script = performance_table()
-    text = script.PAGE.read_text(encoding="utf-8")
-    assert text == script.page(text), "run python -m scripts.performance_table"
-    planned = [work for group in dict.fromkeys(group for group, _, _ in script.ROWS) for work in GROUPS[group]()]
-    table = script.table(results(*(result(work, ours=60.0, rl_triton=120.0) for work in planned)))
-    assert table.count("60.0 us | 83% | rl-triton 2 x |") == len(script.ROWS)
+    table_script = script("performance_table")
+    text = table_script.PAGE.read_text(encoding="utf-8")
+    assert text == table_script.page(text), "run python -m scripts.performance_table"
+    planned = [work for group in dict.fromkeys(group for group, _, _ in table_script.ROWS) for work in GROUPS[group]()]
+    table = table_script.table(results(*(result(work, ours=60.0, rl_triton=120.0) for work in planned)))
+    assert table.count("60.0 us | 83% | rl-triton 2 x |") == len(table_script.ROWS)
 
 
 @pytest.mark.gpu

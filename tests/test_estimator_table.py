@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from typing import Any
+
+from script_modules import script
 
 from rlhf_scan.estimators import served
 
 ROOT = Path(__file__).parents[1]
 
 
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("estimator_table", ROOT / "scripts" / "estimator_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_table_is_that_of_the_registry() -> None:
-    table = script()
+    table = script("estimator_table")
     text = table.PAGE.read_text(encoding="utf-8")
     assert text == table.page(text), "run python -m scripts.estimator_table"
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +11,7 @@ from conftest import CUDA, device_of
 from peer_blocks import BLOCKS, Block, Floats, Rollout
 from peer_options import cases, ours
 from peer_rollouts import rollout
+from script_modules import script
 from torch import Tensor
 
 import rlhf_scan
@@ -163,17 +162,8 @@ def test_every_preset_has_a_loop() -> None:
     assert sorted(PRESETS) == sorted(BLOCKS)
 
 
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("preset_table", Path(__file__).parents[1] / "scripts" / "preset_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_tables_in_the_docs_are_those_of_now() -> None:
-    table = script()
+    table = script("preset_table")
     text = table.PAGE.read_text(encoding="utf-8")
     assert text == table.page(text), "run python -m scripts.preset_table"
 
@@ -181,7 +171,7 @@ def test_the_tables_in_the_docs_are_those_of_now() -> None:
 @presets
 @pytest.mark.parametrize("same", [True, False])
 def test_the_numbers_in_the_docs_are_the_loops(name: str, same: bool) -> None:
-    table = script()
+    table = script("preset_table")
     rows = table.rows_for(name)
     kinds = np.array([list(row) for row in table.ROWS.values()])[rows]
     log_ratios, values, scores, bootstrap = (
