@@ -12,13 +12,13 @@ from torch import Tensor
 from . import whitened as whitened_before
 from .ppo_inputs import OP, PPOInputs, resolve_inputs
 from .ppo_options import PPOOptions, resolve_options, whitenings
-from .ppo_places import place_scores, sequence_faults, sound, truncated_count, with_step_rewards
+from .ppo_places import truncated_tokens, with_step_rewards
 from .ppo_rates import wrong_rates
 from .ppo_report import Facts, PPOReport, raise_if_asked
 from .ppo_stages import kept_tokens, recursion, whitened, without_what_does_not_count
 from .ranks import check_process_group
 from .segments import Segments
-from .shaping import Located, Placed, Shaped, shaping_backend
+from .shaping import Sequences, Shaped, shaping_backend
 from .whitening import Whitening
 
 if TYPE_CHECKING:
@@ -175,14 +175,14 @@ _TENSORS = (
 def _run(inputs: PPOInputs, options: PPOOptions, group: ProcessGroup | None, *, full: bool) -> PPOAdvantages:
     """Shape, whiten, solve, whiten."""
     whiten_rewards, whiten_advantages = whitenings(OP, options)
-    located, placed, shaped, report = _shape(inputs, options)
-    raise_if_asked(options, report, group, full=full, rates=wrong_rates(inputs, options, located) if full else None)
-    kept = kept_tokens(inputs, options, placed, shaped.fault)
+    sequences, shaped, report = _shape(inputs, options)
+    raise_if_asked(options, report, group, full=full, rates=wrong_rates(inputs, options, sequences) if full else None)
+    kept = kept_tokens(inputs, options, sequences.placed, shaped.fault)
     rewards = shaped.rewards
     if whiten_rewards is not None:
         steps = None if options.masked == "keep" else kept.steps
         rewards = whitened(inputs, report, "rewards", rewards, kept.counted_steps, steps, whiten_rewards, group)
-    advantages, returns = recursion(inputs, options, located, placed, rewards, kept.steps)
+    advantages, returns = recursion(inputs, options, sequences.located, sequences.placed, rewards, kept.steps)
     if whiten_advantages is not None:
         advantages = whitened(inputs, report, "advantages", advantages, kept.counted, kept.trainable, whiten_advantages, group)
     outputs = without_what_does_not_count(options, kept, advantages, returns, rewards, shaped.kl)
@@ -192,30 +192,23 @@ def _run(inputs: PPOInputs, options: PPOOptions, group: ProcessGroup | None, *, 
     return PPOAdvantages(advantages, returns, rewards, kl, report)
 
 
-def _shape(inputs: PPOInputs, options: PPOOptions) -> tuple[Located, Placed, Shaped, PPOReport]:
-    """Rewards and KL of each token, with what is to be said of them."""
+def _shape(inputs: PPOInputs, options: PPOOptions) -> tuple[Sequences, Shaped, PPOReport]:
+    """What there is once per sequence, rewards and KL of each token, and what is to be said of them."""
     module, call = shaping_backend(inputs.backend), inputs.call
-    located = module.locate(call)
-    placed, missing_eos = place_scores(inputs, options, located)
-    fault = sequence_faults(inputs, placed)
+    sequences = module.place(call, inputs.scores)
     step_rewards: dict[str, Tensor] = {}
     if inputs.step_rewards is not None and call.tokens:
-        call, step_rewards = with_step_rewards(call, inputs.step_rewards, options, placed)
-    shaped = module.shape(call, sound(placed) if options.nonfinite == "zero" else placed)
-    shaped = replace(shaped, fault=torch.minimum(fault, shaped.fault))
+        call, step_rewards = with_step_rewards(call, inputs.step_rewards, options, sequences.placed)
+    shaped = module.shape(call, sequences)
     facts = Facts(
         tokens=call.tokens,
-        start=call.boundaries[:-1],
-        located=located,
-        placed=placed,
-        missing_eos=missing_eos,
+        sequences=sequences,
         kl_sum=shaped.kl_sum,
-        kl_coef=call.kl_coef,
         clamped=shaped.clamped,
         fault=shaped.fault,
-        truncated=truncated_count(inputs),
+        truncated_tokens=truncated_tokens(inputs),
         step_rewards=step_rewards,
         dropping=options.nonfinite == "drop",
         taking_for_zero=options.nonfinite == "zero",
     )
-    return located, placed, shaped, PPOReport(facts)
+    return sequences, shaped, PPOReport(facts)

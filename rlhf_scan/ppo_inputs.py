@@ -18,7 +18,7 @@ from .errors import InputError
 from .estimators import estimator
 from .ppo_options import PPOOptions
 from .segments import Segments
-from .shaping import ShapingCall
+from .shaping import ScoreCall, ShapingCall
 
 OP = "ppo_advantages"
 # Why a sequence ended, as inference engines name it -> whether the episode ends there; else it was cut.
@@ -43,8 +43,7 @@ class PPOInputs:
         layout: of the tokens.
         backend: that runs.
         call: what shaping needs.
-        scores: [S], in the dtype of the arithmetic, as the caller gave them.
-        has_eos: bool [S]; None: not said per sequence.
+        scores: and what else is given once per sequence.
         step_rewards: None without.
         terminated, truncated, bootstrap: [S, 1], [N] or None, as in `rlhf_scan.call.Call`.
         dtype: of the outputs.
@@ -53,8 +52,7 @@ class PPOInputs:
     layout: Layout
     backend: str
     call: ShapingCall
-    scores: Tensor
-    has_eos: Tensor | None
+    scores: ScoreCall
     step_rewards: StepRewards | None
     terminated: Tensor | None
     truncated: Tensor | None
@@ -94,8 +92,9 @@ def resolve_inputs(
     if options.score_at == "post_eos":
         _refuse_per_token(terminated, truncated)
     number = torch.float64 if chosen == "reference" or torch.float64 in {tensor.dtype for tensor in floats.values()} else torch.float32
-    log_ratio_limit, kl_limit = options.limits
+    (log_ratio_limit, kl_limit), (low, high) = options.limits, options.score_range
     bootstrap = None if tensors["bootstrap"] is None else checks.check_floats(OP, "bootstrap", tensors["bootstrap"])
+    bootstrap = None if bootstrap is None else checks.per_token_or_segment(layout, "bootstrap", bootstrap)
     call = ShapingCall(
         values=floats["values"],
         logprobs=floats["logprobs"] if "ref_logprobs" in floats else None,
@@ -104,7 +103,6 @@ def resolve_inputs(
         mask=flags["mask"],
         attention=flags["attention_mask"],
         has_eos=None if has_eos is None or is_per_segment(has_eos) else has_eos,
-        kl_coef=_kl_coef(layout, options, "ref_logprobs" in floats, number),
         kl=options.kl,
         log_ratio_limit=log_ratio_limit,
         kl_limit=kl_limit,
@@ -121,12 +119,25 @@ def resolve_inputs(
         layout=layout,
         backend=chosen,
         call=call,
-        scores=_per_sequence(layout, "scores", tensors["scores"], number),
-        has_eos=None if has_eos is None or not is_per_segment(has_eos) else (has_eos != 0).flatten(),
+        scores=ScoreCall(
+            scores=_per_sequence(layout, "scores", tensors["scores"]),
+            kl_coef=_kl_coef(layout, options, "ref_logprobs" in floats),
+            has_eos=has_eos.flatten() if has_eos is not None and is_per_segment(has_eos) else None,
+            terminated=terminated,
+            truncated=truncated,
+            bootstrap=bootstrap,
+            bias=options.score_bias,
+            scale=options.score_scale,
+            low=low,
+            high=high,
+            missing_eos_penalty=options.missing_eos_penalty,
+            post_eos=options.score_at == "post_eos",
+            trailing=options.trailing,
+        ),
         step_rewards=_step_rewards(layout, step_rewards, number),
         terminated=terminated,
         truncated=truncated,
-        bootstrap=None if bootstrap is None else checks.per_token_or_segment(layout, "bootstrap", bootstrap),
+        bootstrap=bootstrap,
         dtype=dtype or _promoted([tensors[name] for name in floats]),
     )
 
@@ -168,18 +179,18 @@ def _refuse_per_token(*flags: Tensor | None) -> None:
             )
 
 
-def _kl_coef(layout: Layout, options: PPOOptions, has_reference: bool, number: torch.dtype) -> Tensor:
-    if isinstance(options.kl_coef, Tensor):
-        return _per_sequence(
-            layout, "kl_coef", options.kl_coef.expand(layout.segments) if options.kl_coef.dim() == 0 else options.kl_coef, number
-        )
-    return torch.full((layout.segments,), float(options.kl_coef) if has_reference else 0.0, dtype=number, device=layout.device)
+def _kl_coef(layout: Layout, options: PPOOptions, has_reference: bool) -> float | Tensor:
+    if not isinstance(options.kl_coef, Tensor):
+        return float(options.kl_coef) if has_reference else 0.0
+    given = options.kl_coef
+    checked = _per_sequence(layout, "kl_coef", given.expand(layout.segments) if given.dim() == 0 else given)
+    return 0.0 if checked is None else checked
 
 
-def _per_sequence(layout: Layout, name: str, tensor: object, number: torch.dtype) -> Tensor:
-    """[S]; 0 where there is none."""
+def _per_sequence(layout: Layout, name: str, tensor: object) -> Tensor | None:
+    """[S], of any real dtype."""
     if tensor is None:
-        return torch.zeros(layout.segments, dtype=number, device=layout.device)
+        return None
     if not isinstance(tensor, Tensor):
         raise InputError(f"{OP}: {name} must be a torch.Tensor, got {type(tensor).__name__}; convert it with torch.as_tensor")
     if tensor.dtype.is_complex:
@@ -193,7 +204,7 @@ def _per_sequence(layout: Layout, name: str, tensor: object, number: torch.dtype
         raise InputError(
             f"{OP}: {name} must be on {layout.device} like logprobs, got {tensor.device}; move it with .to({str(layout.device)!r})"
         )
-    return tensor.detach().to(number, copy=True).contiguous()  # the report holds it, whatever becomes of the caller's
+    return tensor.detach().contiguous()
 
 
 def _step_rewards(layout: Layout, given: Any, number: torch.dtype) -> StepRewards | None:

@@ -12,18 +12,17 @@ from .errors import InputError
 from .estimators import estimator
 from .ppo_inputs import OP, PPOInputs
 from .ppo_options import PPOOptions
-from .shaping import Located
+from .shaping import Located, Sequences
 
 
-def wrong_rates(inputs: PPOInputs, options: PPOOptions, located: Located) -> str | None:
+def wrong_rates(inputs: PPOInputs, options: PPOOptions, sequences: Sequences) -> str | None:
     """What is wrong with a rate that is read, for a message; None: nothing."""
-    call = inputs.call
-    negative = (call.kl_coef < 0).nonzero()
+    negative = (sequences.kl_coef < 0).nonzero()
     if len(negative):
         at = int(negative[0])
-        return f"kl_coef must be >= 0, got {float(call.kl_coef[at])} at sequence {at}; pass a value in that range"
+        return f"kl_coef must be >= 0, got {float(sequences.kl_coef[at])} at sequence {at}; pass a value in that range"
     try:
-        _check(inputs, options, located)
+        _check(inputs, options, sequences.located)
     except InputError as error:
         return str(error).removeprefix(f"{OP}: ")
     return None

@@ -14,7 +14,7 @@ from .errors import InputError
 from .ppo_inputs import OP
 from .ppo_options import PPOOptions
 from .ranks import gathered
-from .shaping import FAULTS, NO_FAULT, Located, Placed
+from .shaping import FAULTS, NO_FAULT, Sequences
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -28,46 +28,43 @@ class Facts:
 
     Attributes:
         tokens: N.
-        start: the first token of each sequence, int64 [S].
-        located, placed: of the call.
-        missing_eos: bool [S]; None: nobody asked.
-        kl_sum, kl_coef, clamped, fault: [S], the last two as in `rlhf_scan.shaping.Shaped`.
-        truncated: how many tokens are, a number on the device; None: nobody said.
+        sequences: what there is once per sequence.
+        kl_sum, clamped, fault: [S], as in `rlhf_scan.shaping.Shaped`.
+        truncated_tokens: how many are, on the device, where that was said per token.
         step_rewards: by name, how many went where, on the device.
         dropping, taking_for_zero: what `nonfinite` does.
     """
 
     tokens: int
-    start: Tensor
-    located: Located
-    placed: Placed
-    missing_eos: Tensor | None
+    sequences: Sequences
     kl_sum: Tensor
-    kl_coef: Tensor
     clamped: Tensor
     fault: Tensor
-    truncated: Tensor | None
+    truncated_tokens: Tensor | None
     step_rewards: Mapping[str, Tensor]
     dropping: bool
     taking_for_zero: bool
 
     def counts(self) -> dict[str, Tensor | int]:
         """Numbers on the device by name. Means are over sequences that statistics may hold."""
-        last, placed = self.located.last, self.placed
+        located, placed = self.sequences.located, self.sequences.placed
+        last, cut, missing_eos = located.last, self.sequences.truncated, self.sequences.missing_eos
         empty, faulty = last < 0, self.fault != NO_FAULT
         counted = ~faulty | self.taking_for_zero
         kl = torch.where(counted, self.kl_sum, 0.0).double()
         scored = counted & (placed.place >= 0)
         filled = (counted & ~empty).sum().clamp(min=1)
-        carried = (self.located.end > last) & (placed.place == last) & (placed.slot < 0)
+        carried = (located.end > last) & (placed.place == last) & (placed.slot < 0)
+        trainable = located.trainable.sum()
+        truncated = self.truncated_tokens if cut is None else cut.sum()
         return {
-            "sequences": len(self.start),
+            "sequences": len(last),
             "tokens": self.tokens,
-            "trainable_tokens": self.located.trainable.sum(),
-            "masked_tokens": self.tokens - self.located.trainable.sum(),
+            "trainable_tokens": trainable,
+            "masked_tokens": self.tokens - trainable,
             "empty_sequences": empty.sum(),
-            "truncated": 0 if self.truncated is None else self.truncated,
-            "missing_eos": 0 if self.missing_eos is None else self.missing_eos.sum(),
+            "truncated": 0 if truncated is None else truncated,
+            "missing_eos": 0 if missing_eos is None else missing_eos.sum(),
             "nonfinite_sequences": faulty.sum(),
             "dropped_sequences": faulty.sum() if self.dropping else 0,
             "clamped_tokens": self.clamped.sum(),
@@ -75,9 +72,9 @@ class Facts:
             "scores_carried_back": carried.sum(),
             "scores_lost": ((placed.place < 0) & ~empty).sum(),
             "score_mean": torch.where(scored, placed.score, 0.0).double().sum() / scored.sum().clamp(min=1),
-            "kl_mean": kl.sum() / torch.where(counted, self.located.trainable, 0).sum().clamp(min=1),
+            "kl_mean": kl.sum() / torch.where(counted, located.trainable, 0).sum().clamp(min=1),
             "kl_per_sequence": kl.sum() / filled,
-            "kl_penalty_per_sequence": torch.where(counted, self.kl_coef * kl, 0.0).sum() / filled,
+            "kl_penalty_per_sequence": torch.where(counted, self.sequences.kl_coef * kl, 0.0).sum() / filled,
             **self.step_rewards,
         }
 
@@ -104,8 +101,8 @@ class PPOReport(Mapping[str, Number]):
     @property
     def score_tokens(self) -> Tensor:
         """The token of its sequence, counted from the sequence's first, that got the score, int64 [S] on the device; -1: none did."""
-        place = self._facts.placed.place
-        return torch.where(place >= 0, place - self._facts.start, -1)
+        place = self._facts.sequences.placed.place
+        return torch.where(place >= 0, place - self._facts.sequences.start, -1)
 
     @property
     def nonfinite_sequences(self) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,50 +16,18 @@ from .ppo_options import PPOOptions, whitenings
 from .ppo_places import last_steps
 from .ppo_report import PPOReport
 from .segments import Segments
-from .shaping import NO_FAULT, Located, Placed, shaping_backend
+from .shaping import Kept, Located, Placed, shaping_backend
 from .whitening import Whitening
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Which tokens count, [N] each, nonzero where they do; None: all do.
-
-    Attributes:
-        trainable: those of the mask.
-        steps: these and the step after the end, where there is one.
-        counted: trainable tokens of sequences that statistics may hold.
-        counted_steps: likewise of `steps`.
-    """
-
-    trainable: Tensor | None
-    steps: Tensor | None
-    counted: Tensor | None
-    counted_steps: Tensor | None
-
-
 def kept_tokens(inputs: PPOInputs, options: PPOOptions, placed: Placed, fault: Tensor) -> Kept:
-    """Of a batch with those faults."""
-    mask = inputs.call.mask
+    """Which tokens count in a batch with those faults."""
     whitens = any(definition is not None for definition in whitenings(OP, options))
-    left_out = fault != NO_FAULT
-    counted = mask
-    if options.nonfinite == "drop" or (whitens and options.nonfinite != "zero"):
-        counted = shaping_backend(inputs.backend).counted(inputs.call, left_out)
-    if mask is None or options.score_at != "post_eos":
-        return Kept(mask, mask, counted, counted)
-    sound = placed.slot >= 0 if options.nonfinite == "zero" else (placed.slot >= 0) & ~left_out
-    steps = _with_slots(mask, placed.slot, placed.slot >= 0)
-    return Kept(mask, steps, counted, None if counted is None else _with_slots(counted, placed.slot, sound))
-
-
-def _with_slots(flags: Tensor, slot: Tensor, on: Tensor) -> Tensor:
-    """Where `flags` [N] are nonzero, and at each slot that is `on`."""
-    slots = torch.zeros(flags.numel() + 1, dtype=torch.bool, device=flags.device)
-    slots[torch.where(on, slot, flags.numel())] = True  # absent ones share the place after the last token
-    return (flags if flags.dtype == torch.bool else flags != 0) | slots[:-1]
+    drops = options.nonfinite == "drop" or (whitens and options.nonfinite != "zero")
+    return shaping_backend(inputs.backend).kept(inputs.call, placed, fault, slots=options.score_at == "post_eos", drops=drops)
 
 
 def whitened(

@@ -1,14 +1,14 @@
 """Reward shaping, the first stage of `ppo_advantages`: from log-probabilities and scores to one reward a token.
 
-Two passes over the tokens: `locate` finds where each sequence ends, `shape` makes rewards and KL. What lies between them, where each score goes,
-has an entry per sequence only. No pass waits for the device.
+Two passes over the tokens: `place` finds where each sequence ends, and with it where its score goes; `shape` makes rewards and KL. No pass waits
+for the device.
 """
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Protocol, cast
 
 import torch
@@ -30,7 +30,6 @@ class ShapingCall:
         mask: nonzero at trainable tokens [N].
         attention: nonzero at tokens that are no padding [N].
         has_eos: nonzero at end-of-sequence tokens [N].
-        kl_coef: [S].
         kl: the estimator's name.
         log_ratio_limit, kl_limit: how far log-ratio and KL may lie from 0; inf: any.
         ignores_mask: the recursion does (``masked="keep"``), so token rewards and values at masked tokens count.
@@ -48,7 +47,6 @@ class ShapingCall:
     mask: Tensor | None
     attention: Tensor | None
     has_eos: Tensor | None
-    kl_coef: Tensor
     kl: str
     log_ratio_limit: float
     kl_limit: float
@@ -72,6 +70,36 @@ class ShapingCall:
         if self.cu_seqlens is not None:
             return self.cu_seqlens
         return torch.arange(self.segments + 1, device=self.values.device) * (self.length or 0)
+
+
+@dataclass(frozen=True)
+class ScoreCall:
+    """What is given once per sequence, and what becomes of it.
+
+    Attributes:
+        scores: [S], any real dtype; None: 0.
+        kl_coef: [S], likewise, or a number.
+        has_eos: nonzero for sequences that have an end [S]; None: `ShapingCall.has_eos` says it.
+        terminated, truncated, bootstrap: as in `Call`.
+        bias, scale, low, high: score' = (score + bias) * scale, from `low` to `high`.
+        missing_eos_penalty: subtracted from score' where no trainable token ends the sequence; 0: nobody looks.
+        post_eos: the score belongs to the slot after the sequence's end, where there is room.
+        trailing: what becomes of the score of a sequence that ends with no trainable token: "carry_back" or "error", "drop", "stay".
+    """
+
+    scores: Tensor | None
+    kl_coef: float | Tensor
+    has_eos: Tensor | None
+    terminated: Tensor | None
+    truncated: Tensor | None
+    bootstrap: Tensor | None
+    bias: float
+    scale: float
+    low: float
+    high: float
+    missing_eos_penalty: float
+    post_eos: bool
+    trailing: str
 
 
 @dataclass(frozen=True)
@@ -109,13 +137,36 @@ class Placed:
 
 
 @dataclass(frozen=True)
+class Sequences:
+    """All that there is once per sequence, [S] each. Nothing of it is the caller's.
+
+    Attributes:
+        start: its first token, int64.
+        located, placed: see there.
+        fault: as `Shaped.fault`, of the score, kl_coef, and the value that follows.
+        kl_coef: in the call's dtype.
+        missing_eos: bool, those that pay for it; None: nobody looked.
+        truncated: bool, those that are, and not terminated; None: nobody said it per sequence.
+    """
+
+    start: Tensor
+    located: Located
+    placed: Placed
+    fault: Tensor
+    kl_coef: Tensor
+    missing_eos: Tensor | None
+    truncated: Tensor | None
+
+
+@dataclass(frozen=True)
 class Shaped:
     """What shaping makes.
 
     Attributes:
         rewards: [N], in the call's dtype: 0 at tokens that take no step.
         kl: [N], likewise: 0 at masked tokens.
-        fault: int64 [S], ``offset of the token * len(FAULTS) + which`` of the first number that is not finite, else NO_FAULT.
+        fault: int64 [S], ``offset of the token * len(FAULTS) + which`` of the first number that is not finite, else NO_FAULT; those of
+            `Sequences` among them.
         clamped: int64 [S], log-ratios or KLs that a limit cut.
         kl_sum: [S], of KL at trainable tokens.
     """
@@ -127,22 +178,40 @@ class Shaped:
     kl_sum: Tensor
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Which tokens count, [N] each, nonzero where they do; None: all do.
+
+    Attributes:
+        trainable: those of the mask.
+        steps: these and the step after the end, where there is one.
+        counted: trainable tokens of sequences that statistics may hold.
+        counted_steps: likewise of `steps`.
+    """
+
+    trainable: Tensor | None
+    steps: Tensor | None
+    counted: Tensor | None
+    counted_steps: Tensor | None
+
+
 class ShapingBackend(Protocol):
     """A module ``rlhf_scan.backends.<name>_shaping``."""
 
-    def locate(self, call: ShapingCall) -> Located:
-        """Where each sequence ends."""
+    def place(self, call: ShapingCall, scores: ScoreCall) -> Sequences:
+        """Where each sequence ends, and what there is once per sequence."""
         ...
 
-    def shape(self, call: ShapingCall, placed: Placed) -> Shaped:
+    def shape(self, call: ShapingCall, sequences: Sequences) -> Shaped:
         """Rewards and KL of each token."""
         ...
 
-    def counted(self, call: ShapingCall, left_out: Tensor) -> Tensor:
-        """Bool [N]: trainable tokens of the sequences that `left_out`, bool [S], leaves in."""
+    def kept(self, call: ShapingCall, placed: Placed, fault: Tensor, *, slots: bool, drops: bool) -> Kept:
+        """Which tokens count. `slots`: the slot after the end is a step, which no mask holds; `drops`: no sequence with a fault is counted."""
         ...
 
 
+@cache
 def shaping_backend(name: str) -> ShapingBackend:
     """The module behind a backend's name, which `choose_backend` has found to run here."""
     return cast(ShapingBackend, importlib.import_module(f".backends.{name}_shaping", __package__))

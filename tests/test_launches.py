@@ -310,11 +310,12 @@ def test_every_launch_is_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(module, "on_device_of", entered)
     rows, actions = torch.zeros(2, 4), torch.zeros(2, 4, 3)
     pack = Segments.from_lengths([5, 3])
-    rlhf_scan.ppo_advantages(rows.flatten(), rows.flatten(), rows.flatten(), torch.ones(2), segments=pack, backend="triton")
+    flat = rows.flatten()
+    rlhf_scan.ppo_advantages(flat, flat, flat, torch.ones(2), mask=torch.ones(8), segments=pack, backend="triton")
     rlhf_scan.retrace_from_policy(
         rows, rows, actions, actions, rows, policy_probs=actions, actions=torch.zeros(2, 4, dtype=torch.int64), backend="triton"
     )
-    assert {"scan_tiles", "_fill_slots", "_locate", "_shape", "_counted", "_tile_statistics", "_merge", "_whiten"} <= {
+    assert {"scan_tiles", "_fill_slots", "_locate", "_place", "_shape", "_kept", "_tile_statistics", "_merge", "_whiten"} <= {
         name for name, _ in names
     }
     assert [name for name, depth in names if depth == 0] == []

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from .. import reward_formulas
 from ..reward_formulas import KL_ESTIMATORS
-from ..shaping import FAULTS, NO_FAULT, Located, Placed, Shaped, ShapingCall
+from ..shaping import FAULTS, NO_FAULT, Kept, Located, Placed, ScoreCall, Sequences, Shaped, ShapingCall
 from .cpu_threads import TOKENS_PER_THREAD, thread_pool
 from .formulas import compiled_formula
+from .torch_places import placed
 
 Array = npt.NDArray[Any]
 
 _FAULTS = len(FAULTS)
 _LOGPROBS, _REF_LOGPROBS, _KL, _VALUES, _REWARDS = range(5)
-_NO_FAULT = NO_FAULT
 _KINDS = tuple(KL_ESTIMATORS)
 
 inlined = njit(forceinline=True)
@@ -52,23 +52,23 @@ _clamped = compiled_formula(reward_formulas.clamped, _OWN, inlined)
 _shaped_reward = compiled_formula(reward_formulas.shaped_reward, _OWN, inlined)
 
 
-def locate(call: ShapingCall) -> Located:
-    """Where each sequence ends."""
+def place(call: ShapingCall, scores: ScoreCall) -> Sequences:
+    """Where each sequence ends, and what there is once per sequence."""
     bounds = call.boundaries.numpy()
     table = np.empty((4, call.segments), dtype=np.int64)
     mask, attention, has_eos = (_flag(flag) for flag in (call.mask, call.attention, call.has_eos))
     _spread(lambda first, end: _locate(bounds, mask, attention, has_eos, call.padded, table, first, end), bounds)
-    return Located(*torch.from_numpy(table).unbind(0))
+    return placed(call, scores, Located(*torch.from_numpy(table).unbind(0)))
 
 
-def shape(call: ShapingCall, placed: Placed) -> Shaped:
+def shape(call: ShapingCall, sequences: Sequences) -> Shaped:
     """Rewards and KL of each token."""
-    bounds = call.boundaries.numpy()
+    bounds, placed = call.boundaries.numpy(), sequences.placed
     number = np.float64 if call.dtype == torch.float64 else np.float32
     inputs = tuple(_numbers(tensor, call.dtype) for tensor in (call.logprobs, call.ref_logprobs, call.values, call.rewards))
     numbers = tuple(np.zeros(size, dtype=number) for size in (call.tokens, call.tokens, call.segments))
-    counts = np.full(call.segments, NO_FAULT), np.zeros(call.segments, dtype=np.int64)
-    per_sequence = tuple(_numbers(tensor, call.dtype) for tensor in (placed.score, call.kl_coef))
+    counts = sequences.fault.numpy().copy(), np.zeros(call.segments, dtype=np.int64)
+    per_sequence = placed.score.numpy(), sequences.kl_coef.numpy()
     places = tuple(tensor.numpy() for tensor in (placed.place, placed.slot, placed.end))
     limits = number(call.log_ratio_limit), number(call.kl_limit)
     options = _KINDS.index(call.kl), call.ignores_mask, call.kl_everywhere, call.zero_faults
@@ -78,10 +78,24 @@ def shape(call: ShapingCall, placed: Placed) -> Shaped:
     return Shaped(rewards, kl, torch.from_numpy(counts[0]), torch.from_numpy(counts[1]), kl_sum)
 
 
-def counted(call: ShapingCall, left_out: Tensor) -> Tensor:
-    """Trainable tokens of the sequences that are left in."""
-    kept = torch.repeat_interleave(~left_out, call.boundaries.diff(), output_size=call.tokens)
-    return kept if call.mask is None else kept & (call.mask != 0)
+def kept(call: ShapingCall, placed: Placed, fault: Tensor, *, slots: bool, drops: bool) -> Kept:
+    """Which tokens count."""
+    mask = counted = call.mask
+    sound = fault == NO_FAULT
+    if drops:
+        counted = torch.repeat_interleave(sound, call.boundaries.diff(), output_size=call.tokens)
+        counted = counted if mask is None else counted & (mask != 0)
+    if mask is None or not slots:
+        return Kept(mask, mask, counted, counted)
+    steps = _with_slots(mask, placed.slot)
+    return Kept(mask, steps, counted, _with_slots(counted, placed.slot[sound]) if drops and counted is not None else steps)
+
+
+def _with_slots(flags: Tensor, slot: Tensor) -> Tensor:
+    """Where `flags` [N] are nonzero, and at the slots that there are."""
+    found = flags != 0
+    found[slot[slot >= 0]] = True
+    return found
 
 
 def _flag(flag: Tensor | None) -> Array:
@@ -164,7 +178,7 @@ def _shape(bounds, mask, inputs, per_sequence, places, limits, options, numbers,
     for sequence in range(first, end):
         start, last = bounds[sequence], places[2][sequence]
         place, slot = places[0][sequence], places[1][sequence]
-        fault, cut, total = _NO_FAULT, 0, nothing
+        fault, cut, total = counts[0][sequence], 0, nothing
         for t in range(start, bounds[sequence + 1]):
             trainable = len(mask) == 0 or mask[t]
             steps = trainable or (ignores_mask and t <= last)

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ..reward_formulas import KL_ESTIMATORS, clamped, shaped_reward
-from ..shaping import FAULTS, NO_FAULT, Located, Placed, Shaped, ShapingCall
+from ..shaping import FAULTS, NO_FAULT, Kept, Located, Placed, ScoreCall, Sequences, Shaped, ShapingCall
+from .torch_places import placed
 
 
-def locate(call: ShapingCall) -> Located:
-    """Where each sequence ends."""
+def place(call: ShapingCall, scores: ScoreCall) -> Sequences:
+    """Where each sequence ends, and what there is once per sequence."""
     mask, attention, has_eos = (_flags(flag) for flag in (call.mask, call.attention, call.has_eos))
     found: list[list[int]] = []
     for start, stop in pairwise(call.boundaries.tolist()):
@@ -33,40 +34,44 @@ def locate(call: ShapingCall) -> Located:
             ]
         )
     table = torch.tensor(found, dtype=torch.int64, device=call.values.device).reshape(-1, 4)
-    return Located(*table.unbind(1))
+    return placed(call, scores, Located(*table.unbind(1)))
 
 
-def shape(call: ShapingCall, placed: Placed) -> Shaped:
+def shape(call: ShapingCall, sequences: Sequences) -> Shaped:
     """Rewards and KL of each token."""
-    sequences = _Sequences(call, placed)
+    outputs = _Outputs(call, sequences)
     for sequence, (start, stop) in enumerate(pairwise(call.boundaries.tolist())):
         for t in range(start, stop):
-            sequences.visit(sequence, t, start)
-    return sequences.shaped()
+            outputs.visit(sequence, t, start)
+    return outputs.shaped()
 
 
-def counted(call: ShapingCall, left_out: Tensor) -> Tensor:
-    """Trainable tokens of the sequences that are left in."""
-    mask, dropped = _flags(call.mask), left_out.tolist()
-    found = torch.zeros(call.tokens, dtype=torch.bool)
+def kept(call: ShapingCall, placed: Placed, fault: Tensor, *, slots: bool, drops: bool) -> Kept:
+    """Which tokens count."""
+    mask, faults, slot = _flags(call.mask), fault.tolist(), placed.slot.tolist()
+    steps, counted, counted_steps = (torch.zeros(call.tokens, dtype=torch.bool) for _ in range(3))
     for sequence, (start, stop) in enumerate(pairwise(call.boundaries.tolist())):
+        sound = not drops or faults[sequence] == NO_FAULT
         for t in range(start, stop):
-            found[t] = (mask is None or mask[t]) and not dropped[sequence]
-    return found.to(call.values.device)
+            trainable = mask is None or mask[t]
+            steps[t] = trainable or (slots and t == slot[sequence])
+            counted[t], counted_steps[t] = trainable and sound, steps[t] and sound
+    device = call.values.device
+    return Kept(call.mask, *(flags.to(device) for flags in (steps, counted, counted_steps)))
 
 
-class _Sequences:
-    """The outputs while they are filled."""
+class _Outputs:
+    """While they are filled."""
 
-    def __init__(self, call: ShapingCall, placed: Placed) -> None:
-        self.call = call
+    def __init__(self, call: ShapingCall, sequences: Sequences) -> None:
+        self.call, placed = call, sequences.placed
         self.mask = _flags(call.mask)
         self.score, self.place, self.slot, self.end = (x.tolist() for x in (placed.score, placed.place, placed.slot, placed.end))
-        self.kl_coef = call.kl_coef.tolist()
+        self.kl_coef = sequences.kl_coef.tolist()
         self.logprobs, self.ref_logprobs = _numbers(call.logprobs), _numbers(call.ref_logprobs)
         self.values, self.token_rewards = _numbers(call.values), _numbers(call.rewards)
         self.rewards, self.kl = [0.0] * call.tokens, [0.0] * call.tokens
-        self.fault, self.clamped, self.kl_sum = [NO_FAULT] * call.segments, [0] * call.segments, [0.0] * call.segments
+        self.fault, self.clamped, self.kl_sum = sequences.fault.tolist(), [0] * call.segments, [0.0] * call.segments
 
     def visit(self, sequence: int, t: int, start: int) -> None:
         """Shape the reward of token t."""

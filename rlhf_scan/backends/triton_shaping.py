@@ -9,7 +9,7 @@ atomics, the same bits on each run.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 import triton
@@ -18,10 +18,13 @@ from torch import Tensor
 
 from .. import reward_formulas, shaping
 from ..reward_formulas import KL_ESTIMATORS
-from ..shaping import Located, Placed, Shaped, ShapingCall
+from ..shaping import Kept, Placed, ScoreCall, Sequences, Shaped, ShapingCall
+from . import triton_places
 from .formulas import compiled_formula
 from .tiles import INTERPRETED
-from .triton_launch import on_device_of
+from .triton_launch import Launcher, on_device_of
+from .triton_places import bounds_of, is_finite
+from .triton_places import flag as _flag
 
 BLOCK = 16 if INTERPRETED else 1024
 # So many programs keep a large GPU busy; a sequence is cut into no more parts than that takes.
@@ -32,40 +35,36 @@ NO_FAULT = tl.constexpr(shaping.NO_FAULT)
 FAULTS = tl.constexpr(len(shaping.FAULTS))
 
 
-def locate(call: ShapingCall) -> Located:
-    """Where each sequence ends."""
-    parts = _parts(call)
-    table = torch.empty(4, call.segments, parts, dtype=torch.int64, device=call.values.device)
+def place(call: ShapingCall, scores: ScoreCall) -> Sequences:
+    """Where each sequence ends, and what there is once per sequence."""
+    parts, table = 1, None
     with on_device_of(call.values):
-        _locate[(call.segments * parts,)](
-            *(_flag(flag) for flag in (call.mask, call.attention, call.has_eos)),
-            call.cu_seqlens,
-            table,
-            call.length or 0,
-            call.segments,
-            call.tokens,
-            parts,
-            PADDED=call.padded,
-            BLOCK=BLOCK,
-            num_warps=_WARPS,
-        )
-    last, real = table[0].amax(1), table[1].amax(1)
-    end = torch.where(last < 0, -1, torch.maximum(last, real))
-    return Located(last, end, table[2].sum(1), table[3].sum(1))
+        if call.mask is not None or call.has_eos is not None:  # else a sequence ends with its last token
+            parts = _parts(call)
+            table = torch.empty(4, call.segments, parts, dtype=torch.int64, device=call.values.device)
+            flags = _flag(call.mask), _flag(call.attention), _flag(call.has_eos)
+            _locator(call.padded)(
+                call.segments * parts, *flags, call.cu_seqlens, table, call.length or 0, call.segments, call.tokens, parts
+            )
+        return triton_places.placed(call, scores, table, parts)
 
 
-def shape(call: ShapingCall, placed: Placed) -> Shaped:
+def shape(call: ShapingCall, sequences: Sequences) -> Shaped:
     """Rewards and KL of each token."""
-    parts, device = _parts(call), call.values.device
+    parts, device, placed = _parts(call), call.values.device, sequences.placed
     rewards, kl = (torch.empty(call.tokens, dtype=call.dtype, device=device) for _ in range(2))
     counts = torch.empty(2, call.segments, parts, dtype=torch.int64, device=device)
     kl_sums = torch.empty(call.segments, parts, dtype=call.dtype, device=device)
     with on_device_of(call.values):
-        _shape[(call.segments * parts,)](
+        launcher = _shaper(
+            call.kl, call.log_ratio_limit, call.kl_limit, call.ignores_mask, call.kl_everywhere, call.zero_faults, call.dtype
+        )
+        launcher(
+            call.segments * parts,
             (call.logprobs, call.ref_logprobs, call.values, call.rewards),
             _flag(call.mask),
             call.cu_seqlens,
-            (placed.score, call.kl_coef),
+            (placed.score, sequences.kl_coef),
             (placed.place, placed.slot, placed.end),
             rewards,
             kl,
@@ -75,45 +74,67 @@ def shape(call: ShapingCall, placed: Placed) -> Shaped:
             call.segments,
             call.tokens,
             parts,
-            ESTIMATOR=_jit(call.kl),
-            LOG_RATIO_LIMIT=call.log_ratio_limit,
-            KL_LIMIT=call.kl_limit,
-            IGNORES_MASK=call.ignores_mask,
-            KL_EVERYWHERE=call.kl_everywhere,
-            ZERO_FAULTS=call.zero_faults,
-            DTYPE=tl.float64 if call.dtype == torch.float64 else tl.float32,
-            BLOCK=BLOCK,
-            num_warps=_WARPS,
         )
-    return Shaped(rewards, kl, counts[0].amin(1), counts[1].sum(1), kl_sums.sum(1))
+        return Shaped(rewards, kl, *triton_places.merged(counts, kl_sums, sequences.fault))
 
 
-def counted(call: ShapingCall, left_out: Tensor) -> Tensor:
-    """Trainable tokens of the sequences that are left in."""
-    result, parts = torch.empty(call.tokens, dtype=torch.bool, device=call.values.device), _parts(call)
+def kept(call: ShapingCall, placed: Placed, fault: Tensor, *, slots: bool, drops: bool) -> Kept:
+    """Which tokens count."""
+    mask = call.mask
+    slots = slots and mask is not None
+    if not slots and not drops:
+        return Kept(mask, mask, mask, mask)
+    steps, counted, counted_steps = (
+        torch.empty(call.tokens, dtype=torch.bool, device=call.values.device) if wanted else None
+        for wanted in (slots, drops, slots and drops)
+    )
+    parts = _parts(call)
     with on_device_of(call.values):
-        _counted[(call.segments * parts,)](
-            _flag(call.mask),
-            _flag(left_out),
+        _keeper()(
+            call.segments * parts,
+            _flag(mask),
+            placed.slot,
+            fault,
             call.cu_seqlens,
-            _flag(result),
+            (_flag(steps), _flag(counted), _flag(counted_steps)),
             call.length or 0,
             call.tokens,
             parts,
-            BLOCK=BLOCK,
-            num_warps=_WARPS,
         )
-    return result
+    if not slots:
+        return Kept(mask, mask, counted, counted)
+    return Kept(mask, steps, counted, counted_steps) if drops else Kept(mask, steps, mask, steps)
+
+
+@cache
+def _locator(padded: bool) -> Launcher:
+    return Launcher(_locate, {"PADDED": padded, "BLOCK": BLOCK}, num_warps=_WARPS)
+
+
+@lru_cache(maxsize=256)
+def _shaper(kl: str, log_ratio_limit: float, kl_limit: float, ignores_mask: bool, kl_everywhere: bool, zero: bool, dtype) -> Launcher:
+    constants = {
+        "ESTIMATOR": jit_estimator(kl),
+        "LOG_RATIO_LIMIT": log_ratio_limit,
+        "KL_LIMIT": kl_limit,
+        "IGNORES_MASK": ignores_mask,
+        "KL_EVERYWHERE": kl_everywhere,
+        "ZERO_FAULTS": zero,
+        "DTYPE": tl.float64 if dtype == torch.float64 else tl.float32,
+        "BLOCK": BLOCK,
+    }
+    return Launcher(_shape, constants, num_warps=_WARPS)
+
+
+@cache
+def _keeper() -> Launcher:
+    return Launcher(_kept, {"BLOCK": BLOCK}, num_warps=_WARPS)
 
 
 def _parts(call: ShapingCall) -> int:
     """Into how many parts each sequence is cut."""
     segments = max(call.segments, 1)
     return max(1, min(triton.cdiv(_PROGRAMS, segments), triton.cdiv(call.tokens, segments * BLOCK)))
-
-
-def _flag(flag: Tensor | None) -> Tensor | None:
-    return flag.view(torch.uint8) if flag is not None and flag.dtype == torch.bool else flag
 
 
 @triton.jit
@@ -135,13 +156,13 @@ _OWN = {"exp": _exp, "minimum": _minimum, "maximum": _maximum, "tl": tl}
 
 
 @cache
-def _jit(kl: str):
+def jit_estimator(kl: str):
     """The estimator as a Triton function, the same object every time."""
     return compiled_formula(KL_ESTIMATORS[kl], _OWN, triton.jit, tl.constexpr)
 
 
-_clamped = compiled_formula(reward_formulas.clamped, _OWN, triton.jit, tl.constexpr)
-_shaped_reward = compiled_formula(reward_formulas.shaped_reward, _OWN, triton.jit, tl.constexpr)
+clamped = compiled_formula(reward_formulas.clamped, _OWN, triton.jit, tl.constexpr)
+shaped_reward = compiled_formula(reward_formulas.shaped_reward, _OWN, triton.jit, tl.constexpr)
 
 
 @triton.jit
@@ -149,12 +170,7 @@ def _part_of(cu_seqlens, length, tokens, parts, BLOCK: tl.constexpr):
     """The program's sequence, that one's first token, and the first token and the end of the part, which is whole blocks long."""
     program = tl.program_id(0).to(tl.int64)
     sequence = program // parts
-    if cu_seqlens is None:
-        start = sequence * length
-        stop = start + length
-    else:
-        start = tl.maximum(tl.load(cu_seqlens + sequence), 0)
-        stop = tl.maximum(tl.minimum(tl.load(cu_seqlens + sequence + 1), tokens), start)
+    start, stop = bounds_of(cu_seqlens, sequence, None, length, tokens)
     size = tl.cdiv(tl.cdiv(stop - start, parts), BLOCK) * BLOCK
     first = start + program % parts * size
     return sequence, start, first, tl.minimum(first + size, stop)
@@ -197,12 +213,8 @@ def _locate(mask, attention, has_eos, cu_seqlens, table, length, segments, token
 
 
 @triton.jit
-def _is_finite(x):
-    return tl.abs(x) < float("inf")
-
-
-@triton.jit
-def _with_fault(fault, bad, offset, WHICH: tl.constexpr):
+def with_fault(fault, bad, offset, WHICH: tl.constexpr):
+    """The first fault, if the number at `offset` is `bad`, too."""
     return tl.where(bad, tl.minimum(fault, offset * FAULTS + WHICH), fault)
 
 
@@ -255,28 +267,28 @@ def _shape(
         read = steps | (there & (token == slot))
         offset = token - start
         value = tl.load(inputs[2] + token, mask=read, other=0).to(DTYPE)
-        fault = _with_fault(fault, _is_finite(value) == 0, offset, 3)
+        fault = with_fault(fault, is_finite(value) == 0, offset, 3)
         kl = tl.zeros([BLOCK], DTYPE)
         if inputs[0] is not None:
             on = steps if KL_EVERYWHERE else live
             logprob = tl.load(inputs[0] + token, mask=on, other=0).to(DTYPE)
             ref_logprob = tl.load(inputs[1] + token, mask=on, other=0).to(DTYPE)
             log_ratio = logprob - ref_logprob
-            raw = ESTIMATOR(_clamped(log_ratio, log_ratio_limit))
-            kl = _clamped(raw, kl_limit)
+            raw = ESTIMATOR(clamped(log_ratio, log_ratio_limit))
+            kl = clamped(raw, kl_limit)
             cut += ((tl.abs(log_ratio) > log_ratio_limit) | (tl.abs(raw) > kl_limit)).to(tl.int64)
-            fault = _with_fault(fault, _is_finite(kl) == 0, offset, 2)
-            fault = _with_fault(fault, _is_finite(ref_logprob) == 0, offset, 1)
-            fault = _with_fault(fault, _is_finite(logprob) == 0, offset, 0)
+            fault = with_fault(fault, is_finite(kl) == 0, offset, 2)
+            fault = with_fault(fault, is_finite(ref_logprob) == 0, offset, 1)
+            fault = with_fault(fault, is_finite(logprob) == 0, offset, 0)
             if ZERO_FAULTS:
-                kl = tl.where(_is_finite(kl) & _is_finite(logprob) & _is_finite(ref_logprob), kl, 0.0)
+                kl = tl.where(is_finite(kl) & is_finite(logprob) & is_finite(ref_logprob), kl, 0.0)
         reward = tl.zeros([BLOCK], DTYPE)
         if inputs[3] is not None:
             reward = tl.load(inputs[3] + token, mask=steps, other=0).to(DTYPE)
-            fault = _with_fault(fault, _is_finite(reward) == 0, offset, 4)
+            fault = with_fault(fault, is_finite(reward) == 0, offset, 4)
             if ZERO_FAULTS:
-                reward = tl.where(_is_finite(reward), reward, 0.0)
-        shaped = _shaped_reward(reward, tl.where(token == place, score, 0.0), kl, kl_coef)
+                reward = tl.where(is_finite(reward), reward, 0.0)
+        shaped = shaped_reward(reward, tl.where(token == place, score, 0.0), kl, kl_coef)
         kl = tl.where(live, kl, 0.0)
         total += kl
         tl.store(rewards + token, tl.where(read, shaped, 0.0), mask=there)
@@ -288,12 +300,19 @@ def _shape(
 
 
 @triton.jit(do_not_specialize=["length", "tokens", "parts"])
-def _counted(mask, left_out, cu_seqlens, result, length, tokens, parts, BLOCK: tl.constexpr):
-    """1 at trainable tokens of sequences that are left in."""
+def _kept(mask, slots, faults, cu_seqlens, results, length, tokens, parts, BLOCK: tl.constexpr):
+    """1 at tokens that are steps, at trainable ones of sequences without a fault, and at steps of these; those of the three that there are."""
     sequence, _, first, end = _part_of(cu_seqlens, length, tokens, parts, BLOCK)
-    kept = tl.load(left_out + sequence) == 0
+    slot = tl.load(slots + sequence)
+    sound = tl.load(faults + sequence) == NO_FAULT
     for begin in tl.range(first, end, BLOCK):
         token = begin + tl.arange(0, BLOCK)
         there = token < end
         live = there if mask is None else _is_set(mask, token, there)
-        tl.store(result + token, (live & kept).to(tl.uint8), mask=there)
+        steps = live | (there & (token == slot))
+        if results[0] is not None:
+            tl.store(results[0] + token, steps.to(tl.uint8), mask=there)
+        if results[1] is not None:
+            tl.store(results[1] + token, (live & sound).to(tl.uint8), mask=there)
+        if results[2] is not None:
+            tl.store(results[2] + token, (steps & sound).to(tl.uint8), mask=there)

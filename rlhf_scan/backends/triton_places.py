@@ -1,0 +1,300 @@
+"""What there is once per sequence, for the Triton backend: one launch, whatever there is of it, and one that merges what parts of sequences found."""
+
+# mypy: ignore-errors
+# pyright: basic
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import score_formulas, shaping
+from ..call import is_per_segment
+from ..shaping import FAULTS, Located, Placed, ScoreCall, Sequences, ShapingCall
+from .formulas import compiled_formula
+from .tiles import INTERPRETED
+from .triton_launch import Launcher
+
+# Entries of a program: sequences by parts of them that are looked at together.
+_ENTRIES = 16 if INTERPRETED else 128
+_WIDTHS = (1, 4, 16) if INTERPRETED else (1, 32, 1024)
+_WARPS = 4
+
+NO_FAULT = tl.constexpr(shaping.NO_FAULT)
+_SCORES, _KL_COEF, _BOOTSTRAP = (tl.constexpr(FAULTS.index(name)) for name in ("scores", "kl_coef", "bootstrap"))
+
+
+def placed(call: ShapingCall, given: ScoreCall, table: Tensor | None, parts: int) -> Sequences:
+    """From the `table` [4, S, parts] of `_locate`, or from the boundaries alone, to all there is once per sequence."""
+    segments, device = call.segments, call.values.device
+    room = segments + -segments % 4  # rows begin at multiples of 16 bytes
+    places = torch.empty(8, room, dtype=torch.int64, device=device)
+    numbers = torch.empty(2, room, dtype=call.dtype, device=device)
+    truncated = given.truncated if given.truncated is not None and is_per_segment(given.truncated) else None
+    missing, cut = (
+        torch.empty(segments, dtype=torch.bool, device=device) if wanted else None
+        for wanted in (given.missing_eos_penalty != 0, truncated is not None)
+    )
+    kl_coef = given.kl_coef if isinstance(given.kl_coef, Tensor) else None
+    launcher, rows = _placer(
+        given.post_eos, given.trailing, call.zero_faults, call.dtype, _kind(given.terminated), _kind(given.bootstrap), _width(parts)
+    )
+    launcher(
+        -(-segments // rows),
+        call.cu_seqlens,
+        table,
+        (flag(given.scores), kl_coef, flag(given.has_eos)),
+        (flag(given.terminated), flag(truncated), given.bootstrap),
+        places,
+        numbers,
+        (flag(missing), flag(cut)),
+        call.length or 0,
+        segments,
+        call.tokens,
+        parts,
+        room,
+        0.0 if kl_coef is not None else float(given.kl_coef),
+        float(given.bias),
+        float(given.scale),
+        float(given.low),
+        float(given.high),
+        float(given.missing_eos_penalty),
+    )
+    start, last, end, trainable, eos, place, slot, fault = places[:, :segments].unbind(0)
+    score, kl_coef = numbers[:, :segments].unbind(0)
+    return Sequences(start, Located(last, end, trainable, eos), Placed(score, place, slot, end), fault, kl_coef, missing, cut)
+
+
+def merged(counts: Tensor, kl_sums: Tensor, fault: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Fault, clamped and kl_sum of `Shaped`, from those of parts, [2, S, parts] and [S, parts], and the faults that are known."""
+    segments, parts = kl_sums.shape
+    found, clamped = (torch.empty_like(fault) for _ in range(2))
+    kl_sum = torch.empty(segments, dtype=kl_sums.dtype, device=kl_sums.device)
+    launcher, rows = _merger(_width(parts))
+    launcher(-(-segments // rows), counts, kl_sums, fault, found, clamped, kl_sum, segments, parts)
+    return found, clamped, kl_sum
+
+
+def flag(tensor: Tensor | None) -> Tensor | None:
+    """Booleans as the bytes that they are."""
+    return tensor.view(torch.uint8) if tensor is not None and tensor.dtype == torch.bool else tensor
+
+
+def _kind(tensor: Tensor | None) -> int:
+    """Absent (0), by segment (1), by token (2)."""
+    return 0 if tensor is None else 1 if is_per_segment(tensor) else 2
+
+
+def _width(parts: int) -> int:
+    """How many parts are looked at together: one of a few numbers, each of which is another kernel."""
+    return next((width for width in _WIDTHS if parts <= width), _WIDTHS[-1])
+
+
+@lru_cache(maxsize=256)
+def _placer(
+    post_eos: bool, trailing: str, zero: bool, dtype: torch.dtype, terminated: int, bootstrap: int, width: int
+) -> tuple[Launcher, int]:
+    """And how many sequences a program of it takes."""
+    rows = max(1, _ENTRIES // width)
+    constants = {
+        "POST_EOS": post_eos,
+        "TRAILING": trailing,
+        "ZERO_FAULTS": zero,
+        "DTYPE": tl.float64 if dtype == torch.float64 else tl.float32,
+        "TERMINATED": terminated,
+        "BOOTSTRAP": bootstrap,
+        "ROWS": rows,
+        "WIDTH": width,
+    }
+    return Launcher(_place, constants, num_warps=_WARPS, enable_fp_fusion=False), rows
+
+
+@lru_cache(maxsize=8)
+def _merger(width: int) -> tuple[Launcher, int]:
+    rows = max(1, _ENTRIES // width)
+    return Launcher(_merge, {"ROWS": rows, "WIDTH": width}, num_warps=_WARPS), rows
+
+
+@triton.jit
+def _select(condition, x, y):
+    return tl.where(condition, x, y)
+
+
+@triton.jit
+def _smaller(x, y):
+    return tl.minimum(x, y)
+
+
+@triton.jit
+def _within(x, low, high):
+    lifted = tl.maximum(x, low, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(lifted, high, propagate_nan=tl.PropagateNan.ALL)
+
+
+_OWN = {"select": _select, "smaller": _smaller, "within": _within, "tl": tl}
+_lacks_eos, _score_paid, _slot_after, _token_of_score, _with_fault = (
+    compiled_formula(formula, _OWN, triton.jit, tl.constexpr)
+    for formula in (
+        score_formulas.lacks_eos,
+        score_formulas.score_paid,
+        score_formulas.slot_after,
+        score_formulas.token_of_score,
+        score_formulas.with_fault,
+    )
+)
+
+
+@triton.jit
+def is_finite(x):
+    """Neither NaN nor infinite."""
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def bounds_of(cu_seqlens, sequence, there, length, tokens):
+    """The first token of a sequence, and the one after its last. What a pack's boundaries say wrongly stays within its tokens."""
+    if cu_seqlens is None:
+        start = sequence * length
+        stop = start + length
+    else:
+        start = tl.maximum(tl.load(cu_seqlens + sequence, mask=there), 0)
+        stop = tl.maximum(tl.minimum(tl.load(cu_seqlens + sequence + 1, mask=there), tokens), start)
+    return start, stop
+
+
+@triton.jit
+def _located(table, sequence, there, segments, parts, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """From what the parts of sequences found to the sequences' `Located`."""
+    last = tl.full([ROWS], -1, tl.int64)
+    real = tl.full([ROWS], -1, tl.int64)
+    trainable = tl.zeros([ROWS], tl.int64)
+    eos = tl.zeros([ROWS], tl.int64)
+    size = segments.to(tl.int64) * parts
+    for first in tl.range(0, parts, WIDTH):
+        part = first + tl.arange(0, WIDTH)
+        some = there[:, None] & (part < parts)[None, :]
+        entry = table + sequence[:, None] * parts + part[None, :]
+        last = tl.maximum(last, tl.max(tl.load(entry, mask=some, other=-1), 1))
+        real = tl.maximum(real, tl.max(tl.load(entry + size, mask=some, other=-1), 1))
+        trainable += tl.sum(tl.load(entry + 2 * size, mask=some, other=0), 1)
+        eos += tl.sum(tl.load(entry + 3 * size, mask=some, other=0), 1)
+    return last, tl.where(last < 0, -1, tl.maximum(last, real)), trainable, eos
+
+
+@triton.jit
+def _at_end(tensor, sequence, there, step, KIND: tl.constexpr):
+    """What a tensor per sequence (1) or per token (2) says of the last step; 0 where there is none."""
+    return tl.load(tensor + sequence, mask=there, other=0) if KIND == 1 else tl.load(tensor + step, mask=there & (step >= 0), other=0)
+
+
+@triton.jit(do_not_specialize=["length", "segments", "tokens", "parts", "room"])
+def _place(
+    cu_seqlens,
+    table,
+    given,
+    ends,
+    places,
+    numbers,
+    flags,
+    length,
+    segments,
+    tokens,
+    parts,
+    room,
+    kl_coef: tl.float64,
+    bias: tl.float64,
+    scale: tl.float64,
+    low: tl.float64,
+    high: tl.float64,
+    penalty: tl.float64,
+    POST_EOS: tl.constexpr,
+    TRAILING: tl.constexpr,
+    ZERO_FAULTS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TERMINATED: tl.constexpr,
+    BOOTSTRAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """All of `Sequences`; `given`: scores, kl_coef, has_eos; `ends`: terminated, truncated, bootstrap; `flags`: missing_eos, truncated."""
+    sequence = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = sequence < segments
+    room = room.to(tl.int64)
+    start, stop = bounds_of(cu_seqlens, sequence, there, length, tokens)
+    if table is None:
+        last = tl.where(stop > start, stop - 1, -1)
+        end, trainable, eos = last, stop - start, tl.zeros([ROWS], tl.int64)
+    else:
+        last, end, trainable, eos = _located(table, sequence, there, segments, parts, ROWS, WIDTH)
+    slot = tl.full([ROWS], -1, tl.int64)
+    if POST_EOS:
+        slot = _slot_after(last, end, start, stop)
+    place = _token_of_score(last, end, slot, TRAILING)
+    step = tl.maximum(slot, end)
+
+    score = tl.zeros([ROWS], DTYPE)
+    if given[0] is not None:
+        score = tl.load(given[0] + sequence, mask=there, other=0).to(DTYPE)
+    score = _score_paid(score, tl.full([], bias, DTYPE), tl.full([], scale, DTYPE), tl.full([], low, DTYPE), tl.full([], high, DTYPE))
+    if flags[0] is not None:
+        has_eos = (eos > 0).to(tl.int32)
+        if given[2] is not None:
+            has_eos = (tl.load(given[2] + sequence, mask=there, other=0) != 0).to(tl.int32)
+        missing = _lacks_eos(has_eos, last, slot)
+        score = tl.where(missing, score - tl.full([], penalty, DTYPE), score)
+        tl.store(flags[0] + sequence, missing.to(tl.uint8), mask=there)
+    coefficient = tl.full([ROWS], kl_coef, DTYPE)
+    if given[1] is not None:
+        coefficient = tl.load(given[1] + sequence, mask=there, other=0).to(DTYPE)
+
+    fault = tl.full([ROWS], NO_FAULT, tl.int64)
+    fault = _with_fault(fault, is_finite(score) == 0, place, start, _SCORES)
+    fault = _with_fault(fault, is_finite(coefficient) == 0, end, start, _KL_COEF)
+    if ends[2] is not None:
+        bad = is_finite(_at_end(ends[2], sequence, there, step, BOOTSTRAP).to(tl.float64)) == 0
+        if ends[0] is not None:
+            bad = bad & (_at_end(ends[0], sequence, there, step, TERMINATED) == 0)
+        fault = _with_fault(fault, bad, step, start, _BOOTSTRAP)
+    if flags[1] is not None:
+        cut = tl.load(ends[1] + sequence, mask=there, other=0) != 0
+        if TERMINATED == 1:
+            cut = cut & (tl.load(ends[0] + sequence, mask=there, other=0) == 0)
+        tl.store(flags[1] + sequence, cut.to(tl.uint8), mask=there)
+    if ZERO_FAULTS:
+        score = tl.where(is_finite(score), score, 0.0)
+
+    tl.store(places + sequence, start, mask=there)
+    tl.store(places + room + sequence, last, mask=there)
+    tl.store(places + 2 * room + sequence, end, mask=there)
+    tl.store(places + 3 * room + sequence, trainable, mask=there)
+    tl.store(places + 4 * room + sequence, eos, mask=there)
+    tl.store(places + 5 * room + sequence, place, mask=there)
+    tl.store(places + 6 * room + sequence, slot, mask=there)
+    tl.store(places + 7 * room + sequence, fault, mask=there)
+    tl.store(numbers + sequence, score, mask=there)
+    tl.store(numbers + room + sequence, coefficient, mask=there)
+
+
+@triton.jit(do_not_specialize=["segments", "parts"])
+def _merge(counts, kl_sums, faults, found, clamped, kl_sum, segments, parts, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """What `merged` returns."""
+    sequence = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = sequence < segments
+    fault = tl.load(faults + sequence, mask=there, other=0)
+    cut = tl.zeros([ROWS], tl.int64)
+    total = tl.zeros([ROWS], kl_sums.dtype.element_ty)
+    size = segments.to(tl.int64) * parts
+    for first in tl.range(0, parts, WIDTH):
+        part = first + tl.arange(0, WIDTH)
+        some = there[:, None] & (part < parts)[None, :]
+        entry = sequence[:, None] * parts + part[None, :]
+        fault = tl.minimum(fault, tl.min(tl.load(counts + entry, mask=some, other=NO_FAULT), 1))
+        cut += tl.sum(tl.load(counts + size + entry, mask=some, other=0), 1)
+        total += tl.sum(tl.load(kl_sums + entry, mask=some, other=0), 1)
+    tl.store(found + sequence, fault, mask=there)
+    tl.store(clamped + sequence, cut, mask=there)
+    tl.store(kl_sum + sequence, total, mask=there)
