@@ -288,7 +288,7 @@ def test_every_launch_is_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch) 
     """Triton launches on the current device, which need not be the tensors'."""
     from triton.runtime import interpreter  # type: ignore[import-untyped]
 
-    from rlhf_scan.backends import triton_shaping, triton_whiten
+    from rlhf_scan.backends import triton_places, triton_shaping, triton_whiten
 
     inside, names = 0, []
 
@@ -306,7 +306,7 @@ def test_every_launch_is_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch) 
         return launch(executor, *given, **options)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", recorded)
-    for module in (triton_backend, triton_shaping, triton_whiten):
+    for module in (triton_backend, triton_places, triton_shaping, triton_whiten):
         monkeypatch.setattr(module, "on_device_of", entered)
     rows, actions = torch.zeros(2, 4), torch.zeros(2, 4, 3)
     pack = Segments.from_lengths([5, 3])

@@ -1,35 +1,46 @@
-"""What there is once per sequence, for the Triton backend: one launch, whatever there is of it, and one that merges what parts of sequences found."""
+"""What there is once per sequence, for the Triton backend: one launch, after one that reads the masks if there are any."""
 
 # mypy: ignore-errors
 # pyright: basic
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import score_formulas, shaping
+from .. import score_formulas
 from ..call import is_per_segment
 from ..shaping import FAULTS, Located, Placed, ScoreCall, Sequences, ShapingCall
 from .formulas import compiled_formula
-from .tiles import INTERPRETED
-from .triton_launch import Launcher
+from .triton_launch import Launcher, on_device_of
+from .triton_parts import BLOCK, NO_FAULT, WARPS, at_a_time, bounds_of, flag, is_finite, is_set, part_of, parts_of
 
-# Entries of a program: sequences by parts of them that are looked at together.
-_ENTRIES = 16 if INTERPRETED else 128
-_WIDTHS = (1, 4, 16) if INTERPRETED else (1, 32, 1024)
-_WARPS = 4
-
-NO_FAULT = tl.constexpr(shaping.NO_FAULT)
 _SCORES, _KL_COEF, _BOOTSTRAP = (tl.constexpr(FAULTS.index(name)) for name in ("scores", "kl_coef", "bootstrap"))
 
 
-def placed(call: ShapingCall, given: ScoreCall, table: Tensor | None, parts: int) -> Sequences:
-    """From the `table` [4, S, parts] of `_locate`, or from the boundaries alone, to all there is once per sequence."""
+def place(call: ShapingCall, scores: ScoreCall) -> Sequences:
+    """Where each sequence ends, and what there is once per sequence."""
+    with on_device_of(call.values):
+        # Where nobody says otherwise a sequence ends with its last token.
+        parts, table = (1, None) if call.mask is None and call.has_eos is None else _parts_located(call)
+        return _placed(call, scores, parts, table)
+
+
+def _parts_located(call: ShapingCall) -> tuple[int, Tensor]:
+    """How many parts a sequence has, and what `_locate` finds in each, [4, S, parts]."""
+    parts = parts_of(call)
+    table = torch.empty(4, call.segments, parts, dtype=torch.int64, device=call.values.device)
+    flags = flag(call.mask), flag(call.attention), flag(call.has_eos)
+    _locator(call.padded)(call.segments * parts, *flags, call.cu_seqlens, table, call.length or 0, call.segments, call.tokens, parts)
+    return parts, table
+
+
+def _placed(call: ShapingCall, given: ScoreCall, parts: int, table: Tensor | None) -> Sequences:
+    """From what the parts found, or from the boundaries alone, to all there is once per sequence."""
     segments, device = call.segments, call.values.device
     room = segments + -segments % 4  # rows begin at multiples of 16 bytes
     places = torch.empty(8, room, dtype=torch.int64, device=device)
@@ -40,8 +51,9 @@ def placed(call: ShapingCall, given: ScoreCall, table: Tensor | None, parts: int
         for wanted in (given.missing_eos_penalty != 0, truncated is not None)
     )
     kl_coef = given.kl_coef if isinstance(given.kl_coef, Tensor) else None
-    launcher, rows = _placer(
-        given.post_eos, given.trailing, call.zero_faults, call.dtype, _kind(given.terminated), _kind(given.bootstrap), _width(parts)
+    rows, width = at_a_time(parts)
+    launcher = _placer(
+        given.post_eos, given.trailing, call.zero_faults, call.dtype, _kind(given.terminated), _kind(given.bootstrap), rows, width
     )
     launcher(
         -(-segments // rows),
@@ -69,37 +81,20 @@ def placed(call: ShapingCall, given: ScoreCall, table: Tensor | None, parts: int
     return Sequences(start, Located(last, end, trainable, eos), Placed(score, place, slot, end), fault, kl_coef, missing, cut)
 
 
-def merged(counts: Tensor, kl_sums: Tensor, fault: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Fault, clamped and kl_sum of `Shaped`, from those of parts, [2, S, parts] and [S, parts], and the faults that are known."""
-    segments, parts = kl_sums.shape
-    found, clamped = (torch.empty_like(fault) for _ in range(2))
-    kl_sum = torch.empty(segments, dtype=kl_sums.dtype, device=kl_sums.device)
-    launcher, rows = _merger(_width(parts))
-    launcher(-(-segments // rows), counts, kl_sums, fault, found, clamped, kl_sum, segments, parts)
-    return found, clamped, kl_sum
-
-
-def flag(tensor: Tensor | None) -> Tensor | None:
-    """Booleans as the bytes that they are."""
-    return tensor.view(torch.uint8) if tensor is not None and tensor.dtype == torch.bool else tensor
-
-
 def _kind(tensor: Tensor | None) -> int:
     """Absent (0), by segment (1), by token (2)."""
     return 0 if tensor is None else 1 if is_per_segment(tensor) else 2
 
 
-def _width(parts: int) -> int:
-    """How many parts are looked at together: one of a few numbers, each of which is another kernel."""
-    return next((width for width in _WIDTHS if parts <= width), _WIDTHS[-1])
+@cache
+def _locator(padded: bool) -> Launcher:
+    return Launcher(_locate, {"PADDED": padded, "BLOCK": BLOCK}, num_warps=WARPS)
 
 
 @lru_cache(maxsize=256)
 def _placer(
-    post_eos: bool, trailing: str, zero: bool, dtype: torch.dtype, terminated: int, bootstrap: int, width: int
-) -> tuple[Launcher, int]:
-    """And how many sequences a program of it takes."""
-    rows = max(1, _ENTRIES // width)
+    post_eos: bool, trailing: str, zero: bool, dtype: torch.dtype, terminated: int, bootstrap: int, rows: int, width: int
+) -> Launcher:
     constants = {
         "POST_EOS": post_eos,
         "TRAILING": trailing,
@@ -110,13 +105,7 @@ def _placer(
         "ROWS": rows,
         "WIDTH": width,
     }
-    return Launcher(_place, constants, num_warps=_WARPS, enable_fp_fusion=False), rows
-
-
-@lru_cache(maxsize=8)
-def _merger(width: int) -> tuple[Launcher, int]:
-    rows = max(1, _ENTRIES // width)
-    return Launcher(_merge, {"ROWS": rows, "WIDTH": width}, num_warps=_WARPS), rows
+    return Launcher(_place, constants, num_warps=WARPS, enable_fp_fusion=False)
 
 
 @triton.jit
@@ -148,22 +137,35 @@ _lacks_eos, _score_paid, _slot_after, _token_of_score, _with_fault = (
 )
 
 
-@triton.jit
-def is_finite(x):
-    """Neither NaN nor infinite."""
-    return tl.abs(x) < float("inf")
-
-
-@triton.jit
-def bounds_of(cu_seqlens, sequence, there, length, tokens):
-    """The first token of a sequence, and the one after its last. What a pack's boundaries say wrongly stays within its tokens."""
-    if cu_seqlens is None:
-        start = sequence * length
-        stop = start + length
-    else:
-        start = tl.maximum(tl.load(cu_seqlens + sequence, mask=there), 0)
-        stop = tl.maximum(tl.minimum(tl.load(cu_seqlens + sequence + 1, mask=there), tokens), start)
-    return start, stop
+@triton.jit(do_not_specialize=["length", "segments", "tokens", "parts"])
+def _locate(mask, attention, has_eos, cu_seqlens, table, length, segments, tokens, parts, PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    """Of each part: its last trainable token, its last that is no padding, how many trainable ones, how many of these end a sequence."""
+    _, _, first, end = part_of(cu_seqlens, length, tokens, parts, BLOCK)
+    lanes = tl.arange(0, BLOCK)
+    last = tl.full([BLOCK], -1, tl.int64)
+    real = tl.full([BLOCK], -1, tl.int64)
+    trainable = tl.zeros([BLOCK], tl.int32)
+    eos = tl.zeros([BLOCK], tl.int32)
+    for begin in tl.range(first, end, BLOCK):
+        token = begin + lanes
+        there = token < end
+        live = there
+        if mask is not None:
+            live = is_set(mask, token, there)
+        last = tl.where(live, token, last)
+        trainable += live.to(tl.int32)
+        if has_eos is not None:
+            eos += is_set(has_eos, token, live).to(tl.int32)
+        if attention is not None:
+            real = tl.where(is_set(attention, token, there), token, real)
+        elif not PADDED:
+            real = tl.where(there, token, real)
+    entry = table + tl.program_id(0).to(tl.int64)
+    size = segments.to(tl.int64) * parts
+    tl.store(entry, tl.max(last))
+    tl.store(entry + size, tl.max(real))
+    tl.store(entry + 2 * size, tl.sum(trainable.to(tl.int64)))
+    tl.store(entry + 3 * size, tl.sum(eos.to(tl.int64)))
 
 
 @triton.jit
@@ -277,24 +279,3 @@ def _place(
     tl.store(places + 7 * room + sequence, fault, mask=there)
     tl.store(numbers + sequence, score, mask=there)
     tl.store(numbers + room + sequence, coefficient, mask=there)
-
-
-@triton.jit(do_not_specialize=["segments", "parts"])
-def _merge(counts, kl_sums, faults, found, clamped, kl_sum, segments, parts, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """What `merged` returns."""
-    sequence = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there = sequence < segments
-    fault = tl.load(faults + sequence, mask=there, other=0)
-    cut = tl.zeros([ROWS], tl.int64)
-    total = tl.zeros([ROWS], kl_sums.dtype.element_ty)
-    size = segments.to(tl.int64) * parts
-    for first in tl.range(0, parts, WIDTH):
-        part = first + tl.arange(0, WIDTH)
-        some = there[:, None] & (part < parts)[None, :]
-        entry = sequence[:, None] * parts + part[None, :]
-        fault = tl.minimum(fault, tl.min(tl.load(counts + entry, mask=some, other=NO_FAULT), 1))
-        cut += tl.sum(tl.load(counts + size + entry, mask=some, other=0), 1)
-        total += tl.sum(tl.load(kl_sums + entry, mask=some, other=0), 1)
-    tl.store(found + sequence, fault, mask=there)
-    tl.store(clamped + sequence, cut, mask=there)
-    tl.store(kl_sum + sequence, total, mask=there)

@@ -1,8 +1,4 @@
-"""Reward shaping for the Triton backend: one launch that finds where sequences end, one that shapes rewards.
-
-A program holds a part of one sequence and goes through it block by block. What it finds there it stores, and parts are put together in order: no
-atomics, the same bits on each run.
-"""
+"""Reward shaping for the Triton backend: one launch for what there is once per sequence, one that shapes rewards, one that merges its parts."""
 
 # mypy: ignore-errors
 # pyright: basic
@@ -14,44 +10,21 @@ from functools import cache, lru_cache
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .. import reward_formulas, shaping
 from ..reward_formulas import KL_ESTIMATORS
-from ..shaping import Kept, Placed, ScoreCall, Sequences, Shaped, ShapingCall
-from . import triton_places
+from ..shaping import Kept, Placed, Sequences, Shaped, ShapingCall
 from .formulas import compiled_formula
-from .tiles import INTERPRETED
 from .triton_launch import Launcher, on_device_of
-from .triton_places import bounds_of, is_finite
-from .triton_places import flag as _flag
+from .triton_parts import BLOCK, NO_FAULT, WARPS, flag, is_finite, is_set, merged, part_of, parts_of
+from .triton_places import place as place
 
-BLOCK = 16 if INTERPRETED else 1024
-# So many programs keep a large GPU busy; a sequence is cut into no more parts than that takes.
-_PROGRAMS = 4 if INTERPRETED else 4096
-_WARPS = 4
-
-NO_FAULT = tl.constexpr(shaping.NO_FAULT)
 FAULTS = tl.constexpr(len(shaping.FAULTS))
-
-
-def place(call: ShapingCall, scores: ScoreCall) -> Sequences:
-    """Where each sequence ends, and what there is once per sequence."""
-    parts, table = 1, None
-    with on_device_of(call.values):
-        if call.mask is not None or call.has_eos is not None:  # else a sequence ends with its last token
-            parts = _parts(call)
-            table = torch.empty(4, call.segments, parts, dtype=torch.int64, device=call.values.device)
-            flags = _flag(call.mask), _flag(call.attention), _flag(call.has_eos)
-            _locator(call.padded)(
-                call.segments * parts, *flags, call.cu_seqlens, table, call.length or 0, call.segments, call.tokens, parts
-            )
-        return triton_places.placed(call, scores, table, parts)
 
 
 def shape(call: ShapingCall, sequences: Sequences) -> Shaped:
     """Rewards and KL of each token."""
-    parts, device, placed = _parts(call), call.values.device, sequences.placed
+    parts, device, placed = parts_of(call), call.values.device, sequences.placed
     rewards, kl = (torch.empty(call.tokens, dtype=call.dtype, device=device) for _ in range(2))
     counts = torch.empty(2, call.segments, parts, dtype=torch.int64, device=device)
     kl_sums = torch.empty(call.segments, parts, dtype=call.dtype, device=device)
@@ -62,7 +35,7 @@ def shape(call: ShapingCall, sequences: Sequences) -> Shaped:
         launcher(
             call.segments * parts,
             (call.logprobs, call.ref_logprobs, call.values, call.rewards),
-            _flag(call.mask),
+            flag(call.mask),
             call.cu_seqlens,
             (placed.score, sequences.kl_coef),
             (placed.place, placed.slot, placed.end),
@@ -75,10 +48,10 @@ def shape(call: ShapingCall, sequences: Sequences) -> Shaped:
             call.tokens,
             parts,
         )
-        return Shaped(rewards, kl, *triton_places.merged(counts, kl_sums, sequences.fault))
+        return Shaped(rewards, kl, *merged(counts, kl_sums, sequences.fault))
 
 
-def kept(call: ShapingCall, placed: Placed, fault: Tensor, *, slots: bool, drops: bool) -> Kept:
+def kept(call: ShapingCall, placed: Placed, fault: torch.Tensor, *, slots: bool, drops: bool) -> Kept:
     """Which tokens count."""
     mask = call.mask
     slots = slots and mask is not None
@@ -88,15 +61,15 @@ def kept(call: ShapingCall, placed: Placed, fault: Tensor, *, slots: bool, drops
         torch.empty(call.tokens, dtype=torch.bool, device=call.values.device) if wanted else None
         for wanted in (slots, drops, slots and drops)
     )
-    parts = _parts(call)
+    parts = parts_of(call)
     with on_device_of(call.values):
         _keeper()(
             call.segments * parts,
-            _flag(mask),
+            flag(mask),
             placed.slot,
             fault,
             call.cu_seqlens,
-            (_flag(steps), _flag(counted), _flag(counted_steps)),
+            (flag(steps), flag(counted), flag(counted_steps)),
             call.length or 0,
             call.tokens,
             parts,
@@ -104,11 +77,6 @@ def kept(call: ShapingCall, placed: Placed, fault: Tensor, *, slots: bool, drops
     if not slots:
         return Kept(mask, mask, counted, counted)
     return Kept(mask, steps, counted, counted_steps) if drops else Kept(mask, steps, mask, steps)
-
-
-@cache
-def _locator(padded: bool) -> Launcher:
-    return Launcher(_locate, {"PADDED": padded, "BLOCK": BLOCK}, num_warps=_WARPS)
 
 
 @lru_cache(maxsize=256)
@@ -123,18 +91,12 @@ def _shaper(kl: str, log_ratio_limit: float, kl_limit: float, ignores_mask: bool
         "DTYPE": tl.float64 if dtype == torch.float64 else tl.float32,
         "BLOCK": BLOCK,
     }
-    return Launcher(_shape, constants, num_warps=_WARPS)
+    return Launcher(_shape, constants, num_warps=WARPS)
 
 
 @cache
 def _keeper() -> Launcher:
-    return Launcher(_kept, {"BLOCK": BLOCK}, num_warps=_WARPS)
-
-
-def _parts(call: ShapingCall) -> int:
-    """Into how many parts each sequence is cut."""
-    segments = max(call.segments, 1)
-    return max(1, min(triton.cdiv(_PROGRAMS, segments), triton.cdiv(call.tokens, segments * BLOCK)))
+    return Launcher(_kept, {"BLOCK": BLOCK}, num_warps=WARPS)
 
 
 @triton.jit
@@ -163,53 +125,6 @@ def jit_estimator(kl: str):
 
 clamped = compiled_formula(reward_formulas.clamped, _OWN, triton.jit, tl.constexpr)
 shaped_reward = compiled_formula(reward_formulas.shaped_reward, _OWN, triton.jit, tl.constexpr)
-
-
-@triton.jit
-def _part_of(cu_seqlens, length, tokens, parts, BLOCK: tl.constexpr):
-    """The program's sequence, that one's first token, and the first token and the end of the part, which is whole blocks long."""
-    program = tl.program_id(0).to(tl.int64)
-    sequence = program // parts
-    start, stop = bounds_of(cu_seqlens, sequence, None, length, tokens)
-    size = tl.cdiv(tl.cdiv(stop - start, parts), BLOCK) * BLOCK
-    first = start + program % parts * size
-    return sequence, start, first, tl.minimum(first + size, stop)
-
-
-@triton.jit
-def _is_set(flag, token, there):
-    return there & (tl.load(flag + token, mask=there, other=0) != 0)
-
-
-@triton.jit(do_not_specialize=["length", "segments", "tokens", "parts"])
-def _locate(mask, attention, has_eos, cu_seqlens, table, length, segments, tokens, parts, PADDED: tl.constexpr, BLOCK: tl.constexpr):
-    """Of each part: its last trainable token, its last that is no padding, how many trainable ones, how many of these end a sequence."""
-    _, _, first, end = _part_of(cu_seqlens, length, tokens, parts, BLOCK)
-    lanes = tl.arange(0, BLOCK)
-    last = tl.full([BLOCK], -1, tl.int64)
-    real = tl.full([BLOCK], -1, tl.int64)
-    trainable = tl.zeros([BLOCK], tl.int64)
-    eos = tl.zeros([BLOCK], tl.int64)
-    for begin in tl.range(first, end, BLOCK):
-        token = begin + lanes
-        there = token < end
-        live = there
-        if mask is not None:
-            live = _is_set(mask, token, there)
-        last = tl.where(live, token, last)
-        trainable += live.to(tl.int64)
-        if has_eos is not None:
-            eos += _is_set(has_eos, token, live).to(tl.int64)
-        if attention is not None:
-            real = tl.where(_is_set(attention, token, there), token, real)
-        elif not PADDED:
-            real = tl.where(there, token, real)
-    entry = table + tl.program_id(0).to(tl.int64)
-    size = segments.to(tl.int64) * parts
-    tl.store(entry, tl.max(last))
-    tl.store(entry + size, tl.max(real))
-    tl.store(entry + 2 * size, tl.sum(trainable))
-    tl.store(entry + 3 * size, tl.sum(eos))
 
 
 @triton.jit
@@ -243,7 +158,7 @@ def _shape(
     BLOCK: tl.constexpr,
 ):
     """Shaped rewards and KL, and of each part the first number that is not finite, how many a limit cut, the sum of KL."""
-    sequence, start, first, finish = _part_of(cu_seqlens, length, tokens, parts, BLOCK)
+    sequence, start, first, finish = part_of(cu_seqlens, length, tokens, parts, BLOCK)
     score = tl.load(per_sequence[0] + sequence)
     kl_coef = tl.load(per_sequence[1] + sequence)
     place = tl.load(places[0] + sequence)
@@ -260,7 +175,7 @@ def _shape(
         there = token < finish
         live = there
         if mask is not None:
-            live = _is_set(mask, token, there)
+            live = is_set(mask, token, there)
         steps = live
         if IGNORES_MASK:
             steps = live | (there & (token <= last))
@@ -302,13 +217,13 @@ def _shape(
 @triton.jit(do_not_specialize=["length", "tokens", "parts"])
 def _kept(mask, slots, faults, cu_seqlens, results, length, tokens, parts, BLOCK: tl.constexpr):
     """1 at tokens that are steps, at trainable ones of sequences without a fault, and at steps of these; those of the three that there are."""
-    sequence, _, first, end = _part_of(cu_seqlens, length, tokens, parts, BLOCK)
+    sequence, _, first, end = part_of(cu_seqlens, length, tokens, parts, BLOCK)
     slot = tl.load(slots + sequence)
     sound = tl.load(faults + sequence) == NO_FAULT
     for begin in tl.range(first, end, BLOCK):
         token = begin + tl.arange(0, BLOCK)
         there = token < end
-        live = there if mask is None else _is_set(mask, token, there)
+        live = there if mask is None else is_set(mask, token, there)
         steps = live | (there & (token == slot))
         if results[0] is not None:
             tl.store(results[0] + token, steps.to(tl.uint8), mask=there)
