@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from . import whitened as whitened_before
 from .ppo_inputs import OP, PPOInputs, resolve_inputs
-from .ppo_options import PPOOptions, resolve_options, whitenings
+from .ppo_options import NAMES, PPOOptions, resolve_options, whitenings
 from .ppo_places import truncated_tokens, with_step_rewards
 from .ppo_rates import wrong_rates
+from .ppo_recursion import solved_in_one_pass, solved_in_stages
 from .ppo_report import Facts, PPOReport, raise_if_asked
-from .ppo_stages import kept_tokens, recursion, whitened, without_what_does_not_count
+from .ppo_stages import kept_tokens, whitened, without_what_does_not_count
 from .ranks import check_process_group
 from .segments import Segments
 from .shaping import Sequences, Shaped, shaping_backend
@@ -137,7 +138,7 @@ def ppo_advantages(
     Optimization Algorithms; Ouyang et al. 2022, InstructGPT; Yue et al. 2025, VAPO.
     """
     given = locals()
-    options = resolve_options(OP, preset, {field.name: given[field.name] for field in fields(PPOOptions)})
+    options = resolve_options(OP, preset, {name: given[name] for name in NAMES})
     check_process_group(OP, process_group)
     tensors = {name: given[name] for name in _TENSORS}
     inputs = resolve_inputs(
@@ -173,35 +174,49 @@ _TENSORS = (
 
 
 def _run(inputs: PPOInputs, options: PPOOptions, group: ProcessGroup | None, *, full: bool) -> PPOAdvantages:
-    """Shape, whiten, solve, whiten."""
+    """Shape, whiten, solve, whiten; what lies between two whitenings is one pass where the backend has it."""
     whiten_rewards, whiten_advantages = whitenings(OP, options)
-    sequences, shaped, report = _shape(inputs, options)
+    module, call = shaping_backend(inputs.backend), inputs.call
+    sequences = module.place(call, inputs.scores)
+    step_rewards: dict[str, Tensor] = {}
+    if inputs.step_rewards is not None and call.tokens:
+        call, step_rewards = with_step_rewards(call, inputs.step_rewards, options, sequences.placed)
+    solved = None
+    if whiten_rewards is None:
+        kept = kept_tokens(inputs, options, sequences, None)
+        solved = solved_in_one_pass(inputs, options, call, sequences, kept.steps, tallied=whiten_advantages is not None)
+    shaped = module.shape(call, sequences) if solved is None else solved.shaped
+    report = _report(inputs, options, sequences, shaped, step_rewards)
     raise_if_asked(options, report, group, full=full, rates=wrong_rates(inputs, options, sequences) if full else None)
-    kept = kept_tokens(inputs, options, sequences.placed, shaped.fault)
+    if solved is None or options.nonfinite == "drop":
+        kept = kept_tokens(inputs, options, sequences, shaped.fault)
     rewards = shaped.rewards
     if whiten_rewards is not None:
         steps = None if options.masked == "keep" else kept.steps
         rewards = whitened(inputs, report, "rewards", rewards, kept.counted_steps, steps, whiten_rewards, group)
-    advantages, returns = recursion(inputs, options, sequences.located, sequences.placed, rewards, kept.steps)
+    if solved is None:
+        advantages, returns = solved_in_stages(inputs, options, sequences, rewards, kept.steps)
+    else:
+        advantages, returns = solved.advantages, solved.returns
     if whiten_advantages is not None:
-        advantages = whitened(inputs, report, "advantages", advantages, kept.counted, kept.trainable, whiten_advantages, group)
-    outputs = without_what_does_not_count(options, kept, advantages, returns, rewards, shaped.kl)
+        found = None if solved is None else solved.statistics
+        counted, written = kept.counted, kept.trainable
+        advantages = whitened(
+            inputs, report, "advantages", advantages, counted, written, whiten_advantages, group, found=found, dtype=inputs.dtype
+        )
+    outputs = advantages, returns, rewards, shaped.kl
+    if solved is None or options.nonfinite == "drop":
+        outputs = without_what_does_not_count(options, kept, *outputs)
     advantages, returns, rewards, kl = (output.to(inputs.dtype).reshape(inputs.layout.shape) for output in outputs)
     if whiten_advantages is not None and whiten_advantages.scale:
         whitened_before.remember(advantages)
     return PPOAdvantages(advantages, returns, rewards, kl, report)
 
 
-def _shape(inputs: PPOInputs, options: PPOOptions) -> tuple[Sequences, Shaped, PPOReport]:
-    """What there is once per sequence, rewards and KL of each token, and what is to be said of them."""
-    module, call = shaping_backend(inputs.backend), inputs.call
-    sequences = module.place(call, inputs.scores)
-    step_rewards: dict[str, Tensor] = {}
-    if inputs.step_rewards is not None and call.tokens:
-        call, step_rewards = with_step_rewards(call, inputs.step_rewards, options, sequences.placed)
-    shaped = module.shape(call, sequences)
+def _report(inputs: PPOInputs, options: PPOOptions, sequences: Sequences, shaped: Shaped, step_rewards: dict[str, Tensor]) -> PPOReport:
+    """What is to be said of it."""
     facts = Facts(
-        tokens=call.tokens,
+        tokens=inputs.call.tokens,
         sequences=sequences,
         kl_sum=shaped.kl_sum,
         clamped=shaped.clamped,
@@ -211,4 +226,4 @@ def _shape(inputs: PPOInputs, options: PPOOptions) -> tuple[Sequences, Shaped, P
         dropping=options.nonfinite == "drop",
         taking_for_zero=options.nonfinite == "zero",
     )
-    return sequences, shaped, PPOReport(facts)
+    return PPOReport(facts)

@@ -14,6 +14,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from .call import Call
+
 # What a token or sequence that is not finite is named after; `Shaped.fault` holds the position in this list.
 FAULTS = ("logprobs", "ref_logprobs", "kl", "values", "rewards", "scores", "kl_coef", "bootstrap")
 NO_FAULT = torch.iinfo(torch.int64).max
@@ -195,6 +197,22 @@ class Kept:
     counted_steps: Tensor | None
 
 
+@dataclass(frozen=True)
+class Solved:
+    """What shaping and recursion make in one pass.
+
+    Attributes:
+        advantages, returns: [N].
+        shaped: rewards, KL, and what was found on the way.
+        statistics: count, mean and M2, float64 [3], of the advantages of trainable tokens in sequences without a fault; None: not asked for.
+    """
+
+    advantages: Tensor
+    returns: Tensor
+    shaped: Shaped
+    statistics: Tensor | None
+
+
 class ShapingBackend(Protocol):
     """A module ``rlhf_scan.backends.<name>_shaping``."""
 
@@ -209,6 +227,25 @@ class ShapingBackend(Protocol):
     def kept(self, call: ShapingCall, placed: Placed, fault: Tensor, *, slots: bool, drops: bool) -> Kept:
         """Which tokens count. `slots`: the slot after the end is a step, which no mask holds; `drops`: no sequence with a fault is counted."""
         ...
+
+
+class OnePass(Protocol):
+    """Shaping and recursion in one pass over the tokens, which no reward whitening divides."""
+
+    def __call__(
+        self, call: Call, shaping: ShapingCall, sequences: Sequences, *, post_eos: bool, tallied: bool, dtypes: tuple[torch.dtype, ...]
+    ) -> Solved:
+        """`call` is that of `gae`, with what rewards are made of in place of them; `dtypes` are those of advantages, returns, rewards and KL.
+
+        `post_eos`: a sequence may have a step after its end; `tallied`: statistics are wanted.
+        """
+        ...
+
+
+@cache
+def one_pass(backend: str) -> OnePass | None:
+    """Of the backend that has it."""
+    return cast(OnePass, importlib.import_module(".backends.triton_ppo", __package__).solve) if backend == "triton" else None
 
 
 @cache

@@ -141,6 +141,11 @@ def statistics(
     """
     chosen = _backend(op, x, backend)
     found: Tensor = torch.ops.rlhf_scan.statistics(_flat(x), _flat_mask(op, x, mask), chosen)
+    return over_ranks(found, process_group, backend=backend)
+
+
+def over_ranks(found: Tensor, process_group: ProcessGroup | None, *, backend: str = "auto") -> Tensor:
+    """The statistics of all ranks, of which each has `found` its own."""
     return found if process_group is None else merge(gathered(found, process_group), backend=backend)
 
 

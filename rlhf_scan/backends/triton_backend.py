@@ -20,6 +20,9 @@ from . import tiles, triton_carry, triton_expectation, triton_map, triton_scan, 
 from .formulas import compiled_formula
 from .triton_launch import Launcher, absent, on_device_of, too_old, why_not_direct
 
+# What the stages of a launch take, whose programs hold the rows of tiles from a number on.
+Staged = Callable[[int], tuple[Tensor, ...]]
+
 # Places within a launch are int32 below this many tokens (a tile may reach past the last one), int64 above.
 _INT32_TOKENS = 2**31 - 2 * tiles.WIDTH
 
@@ -55,7 +58,7 @@ def run(call: Call) -> list[Tensor]:
 
 def prepare(call: Call) -> Callable[[Tensors], list[Tensor]]:
     """What runs any call with the shapes, dtypes and options of `call`; it keeps no tensor of it."""
-    return _Scan(call)
+    return Scan(call)
 
 
 def expectation(values: Tensor, probabilities: Tensor, dtype: torch.dtype) -> Tensor:
@@ -92,10 +95,10 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
     return (0, *tensor.stride())[-3:]
 
 
-class _Scan:
-    """The launches of all calls with the same shapes, dtypes and options."""
+class Scan:
+    """The launches of all calls with the same shapes, dtypes and options, between the two stages `before` and `after` of the kernel, if any."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, before: Any = None, after: Any = None) -> None:
         rates = call.tensors.rates
         self.tokens, self.segments = call.tokens, call.segments
         # A pack of one segment is a row.
@@ -108,30 +111,41 @@ class _Scan:
         self.exact = call.compute_dtype == torch.float64
         self.numbers_alone = not self.exact and not any(isinstance(rate, Tensor) for rate in rates)
         self.constants = _constants(call, [1 if self.exact and not isinstance(rate, Tensor) else _kind(rate) for rate in rates])
+        self.constants |= {"BEFORE": before, "AFTER": after}
         self.flagged = any(flag is not None for flag in call.tensors.flags)
         self.rows = _rows(call.segments, self.length) if call.cu_seqlens is None or call.segments == 1 else None
         self.launches: dict[int, tuple[Launcher, int, int]] = {}  # by width of the tiles
 
-    def __call__(self, given: Tensors) -> list[Tensor]:
+    def slots(self, given: Tensors) -> int:
+        """How many rows of tiles the programs of all launches hold."""
+        return sum(-(-tile_map.bound // tile_map.rows) * tile_map.rows for tile_map in self._maps(given))
+
+    def __call__(self, given: Tensors, outputs: tuple[Tensor, ...] | None = None, staged: Staged | None = None) -> Sequence[Tensor]:
+        """Launch; into `outputs`, if they are given."""
         like = given.inputs[0]
-        outputs = tuple([self.empty_like(like) for _ in range(self.outputs)])
+        outputs = outputs or tuple([self.empty_like(like) for _ in range(self.outputs)])
         if self.segments == 0:
             return [output.zero_() for output in outputs]
         with on_device_of(like):
             pointers, numbers = self._rates(given.rates, like)
-            flags = _aligned(given.flags) if self.flagged else absent(len(given.flags))
-            (bootstrap,) = _aligned((given.bootstrap,))
-            arguments = _aligned(given.inputs), outputs, pointers, numbers, flags, bootstrap
-            maps = (self.rows,) if self.rows is not None else triton_map.tile_maps(given.cu_seqlens, self.tokens)
-            for tile_map in maps:
+            flags = aligned(given.flags) if self.flagged else absent(len(given.flags))
+            (bootstrap,) = aligned((given.bootstrap,))
+            arguments = aligned(given.inputs), outputs, pointers, numbers, flags, bootstrap
+            first = 0
+            for tile_map in self._maps(given):
                 launcher, programs, words = self.launches.get(tile_map.width) or self._prepare(tile_map)
                 carries = None
                 if words:
                     kind = torch.int64 if self.exact else torch.int32
                     carries = torch.full((words,), triton_carry.UNSET.value, dtype=kind, device=like.device)
+                stage = None if staged is None else staged(first)
+                first += programs * tile_map.rows
                 if programs:
-                    launcher(programs, *arguments, tile_map.slots, carries, self.segments, self.length, tile_map.bound)
+                    launcher(programs, *arguments, tile_map.slots, carries, stage, self.segments, self.length, tile_map.bound)
         return outputs
+
+    def _maps(self, given: Tensors) -> tuple[triton_map.TileMap, ...]:
+        return (self.rows,) if self.rows is not None else triton_map.tile_maps(given.cu_seqlens, self.tokens)
 
     def _prepare(self, tile_map: triton_map.TileMap) -> tuple[Launcher, int, int]:
         """The launcher of the maps of one tile size, their number of programs, and their number of words for carries."""
@@ -166,11 +180,11 @@ class _Scan:
                 rate if isinstance(rate, Tensor) else torch.full((self.segments,), rate, dtype=torch.float64, device=like.device)
                 for rate in rates
             )
-        pointers = _aligned(tuple(rate if isinstance(rate, Tensor) else None for rate in rates))
+        pointers = aligned(tuple(rate if isinstance(rate, Tensor) else None for rate in rates))
         return pointers, tuple(0.0 if isinstance(rate, Tensor) else rate for rate in rates)
 
 
-def _aligned(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+def aligned(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """Tensors that begin at a multiple of 16 bytes: of such a one the kernel reads whole vectors and stays within its memory."""
     return tuple([tensor if tensor is None or tensor.data_ptr() % 16 == 0 else tensor.clone() for tensor in tensors])
 

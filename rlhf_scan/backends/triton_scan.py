@@ -97,11 +97,14 @@ def scan_tiles(
     bootstrap,
     slots,  # of a pack, else None: rows of `length` tokens
     carries,
+    staged,  # what the two stages take, else None
     segments,
     length,
     bound,
     coefficients: tl.constexpr,
     results: tl.constexpr,
+    BEFORE: tl.constexpr,  # None, or a stage that makes what the formulas read of what was given
+    AFTER: tl.constexpr,  # None, or one that changes what they made
     CHANNELS: tl.constexpr,
     RATE_KINDS: tl.constexpr,
     FOLLOWING: tl.constexpr,
@@ -154,6 +157,9 @@ def scan_tiles(
     here, following = inputs_of(
         inputs, origin, tail, next, keeps, ends, FOLLOWING, BESIDE, CONTINUATION, MASKED, ALIGNED, REVERSE, ROWS, WIDTH, DTYPE
     )
+    where = segment, origin, at, head, tail
+    if BEFORE is not None:
+        here = BEFORE(staged, here, where, keeps[0], ALIGNED, TILED, REVERSE, ROWS, WIDTH, DTYPE)
     solved = ()
     before = ()
     for channel in tl.static_range(CHANNELS):
@@ -175,6 +181,8 @@ def scan_tiles(
     if CHANNELS == 1:
         solved, before = solved + (solved[0],), before + (before[0],)
     values = results(here, following, solved, before, numbers)
+    if AFTER is not None:
+        values = AFTER(staged, values, where, keeps[0], ROWS, DTYPE)
     for i in tl.static_range(len(outputs)):
         value = values[i] if MASKED == NO_MASK else tl.where(keeps[0], values[i], 0.0)
         store_runs(outputs[i], origin, tail, value, ALIGNED, TILED, REVERSE, ROWS, WIDTH)

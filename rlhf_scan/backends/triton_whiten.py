@@ -119,6 +119,18 @@ def _tile_statistics(x, mask, parts, tokens, TILE: tl.constexpr):
     tl.store(part + 2, m2)
 
 
+@triton.jit
+def merged_lanes(count, mean, m2):
+    """Count, mean and M2 of all lanes."""
+    near = tl.max(tl.where(count > 0, mean, float("-inf")))
+    from_near = tl.where(count > 0, mean - near, 0.0)
+    total = tl.sum(count)
+    total_mean = tl.sum(count * from_near) / tl.maximum(total, 1.0)
+    deviations = tl.where(count > 0, from_near - total_mean, 0.0)
+    spread = tl.sum(tl.where(count > 0, m2 + count * deviations * deviations, 0.0))
+    return total, tl.where(total > 0, near + total_mean, 0.0), spread
+
+
 @triton.jit(do_not_specialize=["total"])
 def _merge(parts, merged, total, LANES: tl.constexpr):
     """Each lane merges every LANES-th part in order (Chan et al. 1979), then the lanes are merged at once."""
@@ -135,14 +147,10 @@ def _merge(parts, merged, total, LANES: tl.constexpr):
         mean = tl.where(n > 0, mean + delta * weight, mean)
         m2 = tl.where(n > 0, m2 + more + delta * delta * count * weight, m2)
         count += n
-    near = tl.max(tl.where(count > 0, mean, float("-inf")))
-    from_near = tl.where(count > 0, mean - near, 0.0)
-    total_count = tl.sum(count)
-    total_mean = tl.sum(count * from_near) / tl.maximum(total_count, 1.0)
-    deviations = tl.where(count > 0, from_near - total_mean, 0.0)
-    tl.store(merged, total_count)
-    tl.store(merged + 1, tl.where(total_count > 0, near + total_mean, 0.0))
-    tl.store(merged + 2, tl.sum(m2 + count * deviations * deviations))
+    count, mean, m2 = merged_lanes(count, mean, m2)
+    tl.store(merged, count)
+    tl.store(merged + 1, mean)
+    tl.store(merged + 2, m2)
 
 
 @triton.jit

@@ -1,0 +1,235 @@
+"""Reward shaping and whitening's statistics as stages of the scan: `ppo_advantages` in one pass over the tokens before they are whitened.
+
+Before the scan a tile makes rewards and KL of what it read, writes them, and tallies. After it, it clears the advantage of the step after a
+sequence's end, and puts down count, mean and M2 of the advantages that it has. Tallies are smallest codes, counts, and sums in float64 of
+sums in float32.
+"""
+
+# mypy: ignore-errors
+# pyright: basic
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..call import Call
+from ..shaping import Sequences, Shaped, ShapingCall, Solved
+from . import triton_whiten
+from .formulas import compiled_formula
+from .tiles import INTERPRETED
+from .triton_backend import Scan, aligned
+from .triton_launch import Launcher, on_device_of
+from .triton_parts import NO_FAULT, is_finite
+from .triton_runs import store_runs
+from .triton_shaping import clamped, jit_estimator, shaped_reward, with_fault
+from .triton_whiten import merged_lanes
+
+# What a stage is compiled for: each has its own in place of these.
+KL, HAS_KL, HAS_REWARDS, LOG_RATIO_LIMIT, KL_LIMIT, LIMITED = None, False, False, math.inf, math.inf, False
+HAS_MASK, IGNORES_MASK, KL_EVERYWHERE, POST_EOS, TALLIED = False, False, False, False, False
+
+_PART = tl.constexpr(4)  # of a tile's row of a sequence: count, mean, M2, sequence
+_LANES = 16 if INTERPRETED else 1024
+
+
+# The oldest is forgotten beyond this.
+_KEPT = 64
+_passes: dict[tuple[Any, ...], Pass] = {}
+
+
+def solve(
+    call: Call, shaping: ShapingCall, sequences: Sequences, *, post_eos: bool, tallied: bool, dtypes: tuple[torch.dtype, ...]
+) -> Solved:
+    """`rlhf_scan.shaping.OnePass`."""
+    tensors = call.tensors
+    kinds = tuple(
+        None if tensor is None else (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else float
+        for tensor in (*tensors.inputs, *tensors.rates, *tensors.flags, tensors.bootstrap)
+    )
+    options = shaping.kl, shaping.log_ratio_limit, shaping.kl_limit, shaping.ignores_mask, shaping.kl_everywhere
+    key = call.estimator.inputs, len(call.rates), call.segments, call.length, call.masked, kinds, options, post_eos, tallied, dtypes
+    found = _passes.get(key)
+    if found is None:
+        found = _passes[key] = Pass(call, shaping, post_eos, tallied, dtypes)
+        if len(_passes) > _KEPT:
+            del _passes[next(iter(_passes))]
+    return found(call, sequences)
+
+
+class Pass:
+    """The pass of all calls with the same shapes, dtypes and options."""
+
+    def __init__(self, call: Call, shaping: ShapingCall, post_eos: bool, tallied: bool, dtypes: tuple[torch.dtype, ...]) -> None:
+        before = _shaping(
+            shaping.kl if shaping.logprobs is not None else None,
+            (shaping.log_ratio_limit, shaping.kl_limit),
+            shaping.rewards is not None,
+            shaping.ignores_mask and shaping.mask is not None,
+            shaping.kl_everywhere and shaping.mask is not None,
+            post_eos,
+        )
+        self._scan = Scan(call, before, _tallying(call.mask is not None, post_eos, tallied) if post_eos or tallied else None)
+        self._tallied, self._dtypes, self._shape = tallied, dtypes, call.inputs[0].shape
+
+    def __call__(self, call: Call, sequences: Sequences) -> Solved:
+        """Everything but whitening."""
+        device, count = call.inputs[0].device, call.segments
+        outputs = tuple(torch.empty(self._shape, dtype=dtype, device=device) for dtype in self._dtypes)
+        pairs = -(-count // 2)  # so that what follows starts at a multiple of 16 bytes
+        parts = self._scan.slots(call.tensors) if self._tallied else 0
+        tallies = torch.zeros(4 * pairs + _PART.value * parts, dtype=torch.float64, device=device)
+        kl_sum, clamped_tokens, table = tallies.split([2 * pairs, 2 * pairs, _PART.value * parts])
+        placed = sequences.placed
+        per_sequence = (placed.score, sequences.kl_coef, placed.place, placed.slot, sequences.fault)
+        *given, fault = aligned(per_sequence)
+        staged = (*given, *outputs[2:], fault, clamped_tokens.view(torch.int64), kl_sum)
+        self._scan(call.tensors, outputs[:2], lambda first: (*staged, table[_PART.value * first :]))
+        shaped = Shaped(*outputs[2:], fault, clamped_tokens.view(torch.int64)[:count], kl_sum[:count])
+        return Solved(*outputs[:2], shaped, _merged(table, parts, fault) if self._tallied else None)
+
+
+def _merged(parts: Tensor, count: int, fault: Tensor) -> Tensor:
+    """The statistics of all parts, but for those of sequences with a fault."""
+    blocks = torch.empty(-(-count // _LANES), 3, dtype=torch.float64, device=parts.device)
+    with on_device_of(parts):
+        Launcher(_sound_statistics, {"LANES": _LANES}, num_warps=4)(len(blocks), parts, fault, blocks, count)
+    return triton_whiten.merge(blocks)
+
+
+@triton.jit(do_not_specialize=["total"])
+def _sound_statistics(parts, fault, blocks, total, LANES: tl.constexpr):
+    """Of LANES parts, those of sound sequences, merged."""
+    part = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    entry, there = parts + part * _PART, part < total
+    sequence = tl.load(entry + 3, mask=there, other=0).to(tl.int64)
+    count = tl.load(entry, mask=there, other=0)
+    count = tl.where(tl.load(fault + sequence, mask=count > 0, other=NO_FAULT) == NO_FAULT, count, 0.0)
+    count, mean, m2 = merged_lanes(count, tl.load(entry + 1, mask=there, other=0), tl.load(entry + 2, mask=there, other=0))
+    block = blocks + tl.program_id(0) * 3
+    tl.store(block, count)
+    tl.store(block + 1, mean)
+    tl.store(block + 2, m2)
+
+
+@lru_cache(maxsize=256)
+def _shaping(
+    kl: str | None, limits: tuple[float, float], has_rewards: bool, ignores_mask: bool, kl_everywhere: bool, post_eos: bool
+) -> Any:
+    """The stage before the scan, the same object every time."""
+    own = {
+        "KL": None if kl is None else jit_estimator(kl),
+        "LOG_RATIO_LIMIT": tl.constexpr(limits[0]),
+        "KL_LIMIT": tl.constexpr(limits[1]),
+        "LIMITED": tl.constexpr(min(limits) < math.inf),
+        "HAS_KL": tl.constexpr(kl is not None),
+        "HAS_REWARDS": tl.constexpr(has_rewards),
+        "IGNORES_MASK": tl.constexpr(ignores_mask),
+        "KL_EVERYWHERE": tl.constexpr(kl_everywhere),
+        "POST_EOS": tl.constexpr(post_eos),
+    }
+    return compiled_formula(_shape_rewards, own, triton.jit, tl.constexpr)
+
+
+@lru_cache(maxsize=8)
+def _tallying(has_mask: bool, post_eos: bool, tallied: bool) -> Any:
+    """The stage after the scan, the same object every time."""
+    own = {"HAS_MASK": tl.constexpr(has_mask), "POST_EOS": tl.constexpr(post_eos), "TALLIED": tl.constexpr(tallied)}
+    return compiled_formula(_tally_advantages, own, triton.jit, tl.constexpr)
+
+
+@triton.jit
+def _is_at(places, segment, origin, at):
+    """Whether a token is its sequence's one of these."""
+    return at == (tl.load(places + segment) - origin).to(tl.int32)
+
+
+def _shape_rewards(staged, here, where, kept, ALIGNED, TILED, REVERSE, ROWS, WIDTH, DTYPE):
+    """What `gae` reads, rewards and values; rewards and KL are written and tallied on the way.
+
+    A number minus itself is 0, or NaN if it is not finite: with these added, the sum of KL tells whether all are.
+    """
+    score, kl_coef, place, slot, rewards, kls, fault, clamped_tokens, kl_sums, _ = staged
+    segment, origin, at, head, tail = where
+    steps = kept
+    if IGNORES_MASK:
+        steps = (at < tail) & (segment % 2 == 0)  # every second segment is padding
+    live = kept
+    on = steps if KL_EVERYWHERE else kept
+    if POST_EOS:
+        after = _is_at(slot, segment, origin, at)
+        live, on = live & (after == 0), on & (after == 0)
+    values = here[2 if HAS_KL else 0]
+    reward = tl.zeros_like(values)
+    test = values - values
+    if HAS_REWARDS:
+        reward = here[3 if HAS_KL else 1]
+        test += reward - reward
+    test = tl.where(steps, test, 0.0)
+    log_ratio = tl.zeros_like(values)
+    raw = log_ratio
+    kl = log_ratio
+    if HAS_KL:
+        log_ratio = tl.where(on, here[0] - here[1], 0.0)
+        raw = KL(clamped(log_ratio, LOG_RATIO_LIMIT) if LIMITED else log_ratio)
+        kl = clamped(raw, KL_LIMIT) if LIMITED else raw
+        test += log_ratio - log_ratio
+        if KL_EVERYWHERE:
+            test += kl - kl
+    shaped = shaped_reward(
+        reward, tl.where(_is_at(place, segment, origin, at), tl.load(score + segment), 0.0), kl, tl.load(kl_coef + segment)
+    )
+    counted_kl = tl.where(live, kl, 0.0) if KL_EVERYWHERE else kl
+    store_runs(rewards, origin, tail, tl.where(kept, shaped, 0.0), ALIGNED, TILED, REVERSE, ROWS, WIDTH)
+    store_runs(kls, origin, tail, counted_kl, ALIGNED, TILED, REVERSE, ROWS, WIDTH)
+    lane = tl.zeros([ROWS, 1], tl.int32)
+    sequence, there = lane + segment, lane + tail > 0
+    total = tl.sum(counted_kl + test, 1, keep_dims=True)
+    if HAS_KL:
+        tl.atomic_add(kl_sums + sequence, total.to(tl.float64), mask=there, sem="relaxed")
+    if LIMITED:
+        cut = (tl.abs(log_ratio) > LOG_RATIO_LIMIT) | (tl.abs(raw) > KL_LIMIT)
+        cuts = tl.sum(cut.to(tl.int32), 1, keep_dims=True)
+        tl.atomic_add(clamped_tokens + sequence, cuts.to(tl.int64), mask=there & (cuts > 0), sem="relaxed")
+    if tl.max((is_finite(total) == 0).to(tl.int32)) > 0:
+        offset = (at + head).to(tl.int64)
+        code = with_fault(tl.full([ROWS, WIDTH], NO_FAULT, tl.int64), steps & (is_finite(values) == 0), offset, 3)
+        if HAS_REWARDS:
+            code = with_fault(code, steps & (is_finite(reward) == 0), offset, 4)
+        if HAS_KL:
+            code = with_fault(code, on & (is_finite(kl) == 0), offset, 2)
+            code = with_fault(code, on & (is_finite(here[1]) == 0), offset, 1)
+            code = with_fault(code, on & (is_finite(here[0]) == 0), offset, 0)
+        tl.atomic_min(fault + sequence, tl.min(code, 1, keep_dims=True), mask=there, sem="relaxed")
+    return shaped, values
+
+
+def _tally_advantages(staged, values, where, kept, ROWS, DTYPE):
+    """The outputs of `gae`, with 0 as the advantage of the step after a sequence's end."""
+    slot, parts = staged[3], staged[9]
+    segment, origin, at, _, tail = where
+    advantages = values[0]
+    if POST_EOS:
+        kept = kept & (_is_at(slot, segment, origin, at) == 0)
+        advantages = tl.where(kept, advantages, 0.0)
+    if TALLIED:
+        if HAS_MASK:
+            count = tl.sum(kept.to(tl.int32), 1, keep_dims=True)
+        else:
+            count = tl.minimum(tl.zeros([ROWS, 1], tl.int32) + tail, kept.shape[1]).to(tl.int32)
+        near = tl.max(tl.where(kept, advantages, float("-inf")), 1, keep_dims=True)
+        from_near = tl.where(kept, advantages - near, 0.0)
+        mean = tl.sum(from_near, 1, keep_dims=True) / tl.maximum(count, 1)
+        deviations = tl.where(kept, from_near - mean, 0.0)
+        part = parts + (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]) * _PART
+        tl.store(part, count.to(tl.float64))
+        tl.store(part + 1, tl.where(count > 0, near.to(tl.float64) + mean.to(tl.float64), 0.0))
+        tl.store(part + 2, tl.sum(deviations * deviations, 1, keep_dims=True).to(tl.float64))
+        tl.store(part + 3, (tl.zeros([ROWS, 1], tl.int32) + segment).to(tl.float64))
+    return advantages, values[1]
