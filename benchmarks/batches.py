@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from rlhf_scan import Segments
+from rlhf_scan.errors import InputError
 from rlhf_scan.estimators import Estimator, estimator
+from rlhf_scan.operations import PER_ACTION, PER_SEQUENCE, Operation, of_estimator, operation
 
 from .works import Work
 
@@ -25,7 +27,7 @@ class Batch:
 
     Attributes:
         work: what it is for.
-        tensors: the estimator's inputs by name, [N] or [segments, length].
+        tensors: the inputs by name, [N] or [segments, length]; those per sequence [segments].
         ends: `mask`, `terminated`, `truncated`, `bootstrap`: those that are given.
         rates: gamma, lam, ... as numbers.
         segments: of a pack.
@@ -41,8 +43,13 @@ class Batch:
 
     @property
     def estimator(self) -> Estimator:
-        """The registry's entry."""
+        """The entry of the registry of estimators; InputError where it is none."""
         return estimator(self.work.estimator)
+
+    @property
+    def operation(self) -> Operation:
+        """What goes in and what comes out."""
+        return operation_of(self.work)
 
     @property
     def tokens(self) -> int:
@@ -52,18 +59,22 @@ class Batch:
     @property
     def first(self) -> Tensor:
         """The first input: shape, dtype and device of the outputs."""
-        return self.tensors[self.estimator.inputs[0]]
+        return next(iter(self.tensors.values()))
 
     @property
     def bytes(self) -> int:
         """Every input read once, every output written once."""
         read = (*self.tensors.values(), *self.ends.values())
-        return sum(t.numel() * t.element_size() for t in read) + len(self.estimator.outputs) * self.tokens * self.first.element_size()
+        return sum(t.numel() * t.element_size() for t in read) + len(self.operation.outputs) * self.tokens * self.first.element_size()
 
     def rows(self) -> Batch:
         """The same with equal segments as rows, for peers that know no packs."""
         shape = (self.work.segments, self.work.length)
-        return self.changed(lambda tensor: tensor.reshape(*shape, *tensor.shape[self.first.dim() :]), segments=None)
+
+        def as_rows(tensor: Tensor) -> Tensor:
+            return tensor if tensor.shape == shape[:1] else tensor.reshape(*shape, *tensor.shape[self.first.dim() :])
+
+        return self.changed(as_rows, segments=None)
 
     def changed(self, change: Callable[[Tensor], Tensor], **fields: Any) -> Batch:
         """A copy with every tensor changed."""
@@ -76,11 +87,19 @@ class Batch:
         return torch.zeros_like(self.first) if given is None else given.float()
 
 
-def batches(work: Work) -> list[Batch]:
-    """As many different batches as it takes to run past the L2 cache; at least one, at most `MOST_COPIES`."""
+def operation_of(work: Work) -> Operation:
+    """An estimator's, whether requests may name it or not, or another's."""
+    try:
+        return of_estimator(estimator(work.estimator))
+    except InputError:
+        return operation(work.estimator)
+
+
+def batches(work: Work, most: int = MOST_COPIES) -> list[Batch]:
+    """As many different batches as it takes to run past the L2 cache; at least one, at most `most`."""
     generator = torch.Generator(device=work.device).manual_seed(work.seed)
     first = _batch(work, generator)
-    copies = 1 if work.device == "cpu" else max(1, min(MOST_COPIES, math.ceil(3 * L2_BYTES / first.bytes)))
+    copies = 1 if work.device == "cpu" else max(1, min(most, math.ceil(3 * L2_BYTES / first.bytes)))
     return [first, *(_batch(work, generator) for _ in range(copies - 1))]
 
 
@@ -88,13 +107,14 @@ def _batch(work: Work, generator: torch.Generator) -> Batch:
     lengths = _lengths(work)
     tokens = int(lengths.sum())
     shape = (tokens,) if work.packed else (work.segments, work.length)
-    entry = estimator(work.estimator)
-    actions = torch.randint(work.actions, shape, device=work.device, generator=generator) if entry.expectation else None
+    taken = operation_of(work)
+    per_action = any(argument.shape == PER_ACTION for argument in taken.tensors.values())
+    actions = torch.randint(work.actions, shape, device=work.device, generator=generator) if per_action else None
     return Batch(
         work=work,
-        tensors=_inputs(work, entry, shape, generator, actions),
-        ends=_ends(work, entry, shape, generator),
-        rates={name: rate for name, rate in work.rates.items() if name in entry.rates},
+        tensors=_inputs(work, taken, shape, generator, actions),
+        ends=_ends(work, taken, shape, generator),
+        rates={name: rate for name, rate in work.rates.items() if name in taken.options},
         segments=Segments.from_cu_seqlens(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(work.device)) if work.packed else None,
         actions=actions,
     )
@@ -108,43 +128,50 @@ def _lengths(work: Work) -> Tensor:
     return lengths[: int((lengths.cumsum(0) < work.tokens).sum())]
 
 
-def _inputs(work: Work, entry: Estimator, shape: tuple[int, ...], generator: torch.Generator, actions: Tensor | None) -> dict[str, Tensor]:
-    def normal(*extra: int) -> Tensor:
-        return torch.randn(*shape, *extra, device=work.device, generator=generator)
+def _inputs(work: Work, taken: Operation, shape: tuple[int, ...], generator: torch.Generator, actions: Tensor | None) -> dict[str, Tensor]:
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, device=work.device, generator=generator)
 
     made: dict[str, Tensor] = {}
-    for name in entry.arguments:
-        if name in (entry.expectation or ()):
-            made[name] = normal(work.actions)
+    for name, argument in taken.tensors.items():
+        if not (argument.required or name in taken.choices or name in work.given):
+            continue
+        if argument.shape == PER_SEQUENCE:
+            made[name] = normal(work.segments)
+        elif argument.shape == PER_ACTION:
+            made[name] = normal(*shape, work.actions)
         elif name.endswith("logprobs"):
-            made[name] = -torch.nn.functional.softplus(normal())
+            made[name] = -torch.nn.functional.softplus(normal(*shape))
         elif name == "b":
-            made[name] = torch.sigmoid(normal() + 3)  # a decay, mostly near 1
+            made[name] = torch.sigmoid(normal(*shape) + 3)  # a decay, mostly near 1
         else:
-            made[name] = normal()
-    if entry.expectation is not None and actions is not None:
-        _, probabilities = entry.expectation
-        made[probabilities] = torch.softmax(made[probabilities], -1)
-        made["target_logprobs"] = made[probabilities].gather(-1, actions[..., None]).squeeze(-1).log()
+            made[name] = normal(*shape)
+    if actions is not None:
+        made["target_probs"] = torch.softmax(made["target_probs"], -1)
+        made["target_logprobs"] = made["target_probs"].gather(-1, actions[..., None]).squeeze(-1).log()
     return {name: tensor.to(work.dtype) for name, tensor in made.items()}
 
 
-def _ends(work: Work, entry: Estimator, shape: tuple[int, ...], generator: torch.Generator) -> dict[str, Tensor]:
+def _ends(work: Work, taken: Operation, shape: tuple[int, ...], generator: torch.Generator) -> dict[str, Tensor]:
     def chosen(chance: float) -> Tensor:
         return torch.rand(shape, device=work.device, generator=generator) < chance
 
     ends: dict[str, Tensor] = {}
     if work.mask:
         ends["mask"] = chosen(0.9)
+    if work.padded:
+        used = torch.randint(work.length // 2, work.length + 1, (work.segments, 1), device=work.device, generator=generator)
+        response = torch.arange(work.length, device=work.device) < used
+        ends["mask"] = ends.get("mask", response) & response
     if work.flags:
         terminated = chosen(work.chance)
         if not work.packed:
             terminated[:, -2] = True  # PufferLib's kernel writes no last step: up to here it does not matter
         ends["terminated"] = terminated.to(work.flag_dtype)
-        if work.flags == "truncated" and "truncated" in entry.takes:
+        if work.flags == "truncated" and "truncated" in taken.tensors:
             truncated = chosen(work.chance) & ~terminated
             ends["truncated"] = truncated.to(work.flag_dtype)
-            if entry.end_name == "bootstrap":
+            if "bootstrap" in taken.tensors:
                 read = truncated.clone()
                 read[:, -1] = True  # peers demand 0 elsewhere
                 ends["bootstrap"] = torch.where(read, torch.randn(shape, device=work.device, generator=generator), 0).to(work.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,41 +17,58 @@ from .batches import Batch
 ALLOWANCE = 8.0  # times the error of a float32 loop: other orders of summation, another exp
 
 
-@dataclass(frozen=True)
 class Expected:
-    """Outputs in float64 on the CPU, and how far from them float32 arithmetic and the output's dtype may be."""
+    """Outputs in float64, made by loops on the CPU and kept where the batch is; and how far from them an output may be.
 
-    outputs: Mapping[str, Tensor]
-    bounds: Mapping[str, float]
+    As far as its dtype rounds, and `ALLOWANCE` times as far as float32 arithmetic is. That is one rounding of the largest output at the least;
+    how far it is for float32 loops over these inputs is found out when that does not do.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        segments = None if batch.segments is None else rlhf_scan.Segments.from_cu_seqlens(batch.segments.cu_seqlens.cpu())
+        self._host = batch.changed(lambda tensor: tensor.cpu(), segments=segments)
+        self._rounding = torch.finfo(batch.first.dtype).eps
+        self._errors: dict[str, float] | None = None
+        self.outputs = {name: output.to(batch.first.device) for name, output in self._in(torch.float64).items()}
+        self.largest = {name: float(output.abs().max()) if output.numel() else 0.0 for name, output in self.outputs.items()}
+
+    def bound(self, name: str, measured: bool) -> float:
+        """How far an output may be; `measured` with the error of float32 loops, else at least so far."""
+        error = torch.finfo(torch.float32).eps * self.largest[name]
+        if measured:
+            if self._errors is None:
+                single = self._in(torch.float32)
+                self._errors = {name: _distance(single[name].to(want.device), want) for name, want in self.outputs.items()}
+            error = max(error, self._errors[name])
+        return ALLOWANCE * error + self._rounding * self.largest[name]
+
+    def _in(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        return call_ours(self._host.changed(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor), backend="cpu")
+
+
+def ours(batch: Batch, **options: Any) -> Callable[..., Any]:
+    """A call of our public function on the batch."""
+    if batch.work.preset:
+        options = {"preset": batch.work.preset, **options}
+    if batch.segments is not None:
+        options = {"segments": batch.segments, **options}
+    return partial(getattr(rlhf_scan, batch.work.estimator), **batch.tensors, **batch.ends, **batch.rates, **options)
+
+
+def named(batch: Batch, result: Any) -> dict[str, Tensor]:
+    """What such a call returned, by the names of the outputs."""
+    names = batch.operation.outputs
+    return dict(zip(names, (result,) if isinstance(result, Tensor) else result[: len(names)], strict=True))  # a report may follow
 
 
 def call_ours(batch: Batch, **options: Any) -> dict[str, Tensor]:
-    """The public function of the batch's estimator, its results by name."""
-    entry = batch.estimator
-    if batch.segments is not None:
-        options = {"segments": batch.segments, **options}
-    result = getattr(rlhf_scan, entry.name)(**batch.tensors, **batch.ends, **batch.rates, **options)
-    return dict(zip(entry.outputs, (result,) if isinstance(result, Tensor) else result, strict=True))
-
-
-def expected(batch: Batch) -> Expected:
-    """The float64 loop of the CPU backend, and the measured error of its float32 loop over the same inputs."""
-    segments = None if batch.segments is None else rlhf_scan.Segments.from_cu_seqlens(batch.segments.cu_seqlens.cpu())
-    host = batch.changed(lambda tensor: tensor.cpu(), segments=segments)
-    exact = call_ours(host.changed(lambda t: t.double() if t.is_floating_point() else t), backend="cpu")
-    single = call_ours(host.changed(lambda t: t.float() if t.is_floating_point() else t), backend="cpu")
-    rounding = torch.finfo(batch.first.dtype).eps
-    bounds = {}
-    for name, want in exact.items():
-        largest = float(want.abs().max()) if want.numel() else 0.0
-        error = float((single[name].double() - want).abs().max()) if want.numel() else 0.0
-        bounds[name] = ALLOWANCE * max(error, torch.finfo(torch.float32).eps * largest) + rounding * largest
-    return Expected(exact, bounds)
+    """Both."""
+    return named(batch, ours(batch, **options)())
 
 
 def poison(batch: Batch) -> None:
     """Fill with NaN the memory that the outputs are likely to be allocated in, so that what is not written is seen."""
-    kept = [torch.full_like(batch.first, math.nan) for _ in range(2 * len(batch.estimator.outputs))]
+    kept = [torch.full_like(batch.first, math.nan) for _ in range(2 * len(batch.operation.outputs))]
     del kept
 
 
@@ -63,8 +80,12 @@ def difference(outputs: Mapping[str, Tensor], wanted: Expected, comparable: Call
         want = wanted.outputs[name]
         if got.numel() != want.numel():
             return f"{name} has shape {list(got.shape)}, expected {list(want.shape)}"
-        found = got.detach().cpu().double().reshape(want.shape)
-        error = float((comparable(name, found) - comparable(name, want)).abs().max())
-        if not error <= wanted.bounds[name]:
-            return f"{name} is off by {error:.3g}, more than {wanted.bounds[name]:.3g}"
+        error = _distance(comparable(name, got.detach().reshape(want.shape)), comparable(name, want))
+        if not error <= wanted.bound(name, measured=False) and not error <= wanted.bound(name, measured=True):
+            return f"{name} is off by {error:.3g}, more than {wanted.bound(name, measured=True):.3g}"
     return None
+
+
+def _distance(got: Tensor, want: Tensor) -> float:
+    """The largest, NaN where one is NaN."""
+    return float((got.to(want.dtype) - want).abs().max()) if want.numel() else 0.0

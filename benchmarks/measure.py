@@ -6,6 +6,7 @@ import gc
 import math
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +16,15 @@ import torch
 from . import check, providers, timing
 from .batches import Batch, batches
 from .providers import Provider
+from .providers.peers import reason
 from .works import Work
 
 ROUNDS, QUICK_ROUNDS = 20, 5
+FEWEST_ROUNDS = 2  # of a loop over tokens, which takes seconds and hardly varies
+SECONDS, QUICK_SECONDS = 1.0, 0.4  # more rounds than those take no longer
 HOST_ROUNDS = 7
 HOST_CALLS = 50
 HOST_MICROSECONDS = 2000.0  # a call of the device that takes longer says nothing of the host
-LOOP_SECONDS = 6.0  # a loop over tokens is repeated for so long, and at least twice
 
 Log = Callable[[str], None]
 
@@ -46,8 +49,10 @@ def measure(work: Work, bandwidth: float, quick: bool, log: Log) -> dict[str, An
 
 
 def _measure(work: Work, bandwidth: float, quick: bool, log: Log) -> dict[str, Any]:
+    clock = [time.perf_counter()]
     inputs = batches(work)
-    wanted = check.expected(inputs[0])
+    wanted = check.Expected(inputs[0])
+    clock.append(time.perf_counter())
     floor = inputs[0].bytes / bandwidth
     result = describe(inputs[0], floor)
     contenders = []
@@ -59,12 +64,16 @@ def _measure(work: Work, bandwidth: float, quick: bool, log: Log) -> dict[str, A
         found = _prepare(provider, row, inputs, wanted, floor, quick)
         if found is not None:
             contenders.append(found)
+    clock.append(time.perf_counter())
     _time(contenders, work)
+    clock.append(time.perf_counter())
     for contender in contenders:
         if "failed" not in contender.row:
             _conclude(contender.row, floor)
     for row in result["rows"]:
         log(f"  {row['provider']}: {say(row)}")
+    parts = zip(("reference", "checks", "times"), clock, clock[1:], strict=False)
+    log(f"  {clock[-1] - clock[0]:.1f} s: {', '.join(f'{part} {stop - start:.1f}' for part, start, stop in parts)}")
     return result
 
 
@@ -82,7 +91,7 @@ def describe(batch: Batch, floor: float) -> dict[str, Any]:
         "rates": dict(work.rates),
         "dtype": str(work.dtype).removeprefix("torch."),
         "flags": work.flags,
-        "mask": work.mask,
+        "mask": work.mask or work.padded,
         "device": work.device,
         "seed": work.seed,
         "tokens": batch.tokens,
@@ -113,14 +122,14 @@ def _prepare(
     provider: Provider, row: dict[str, Any], inputs: Sequence[Batch], wanted: check.Expected, floor: float, quick: bool
 ) -> Contender | None:
     """Check the provider on the first of the inputs; None, and the reason in `row`, unless it is right."""
-    reason = provider.why_not(inputs[0].work)
-    if reason is not None:
-        row["skipped"] = reason
+    missing = provider.why_not(inputs[0].work)
+    if missing is not None:
+        row["skipped"] = missing
         return None
     try:
         return _check(provider, row, inputs, wanted, floor, quick)
     except Exception as error:  # whatever a peer raises, the others are still measured
-        row["failed"] = _message(error)
+        row["failed"] = reason(error)
         return None
 
 
@@ -147,11 +156,15 @@ def _check(
             row["wrong"] += " (in a CUDA graph)"
             return None
     del row["wrong"]
-    rounds = QUICK_ROUNDS if quick else ROUNDS
-    if provider.loop:
-        seconds = timing.seconds_of(first.run, work.device)
-        rounds = max(2, min(rounds, int((1.0 if quick else LOOP_SECONDS) / seconds)))
-    return Contender(provider, row, runs, sampler, rounds)
+    return Contender(provider, row, runs, sampler, _rounds(sampler, quick))
+
+
+def _rounds(sampler: timing.Sampler, quick: bool) -> int:
+    """How many samples there is time for."""
+    started = time.perf_counter()
+    sampler.sample()
+    affordable = int((QUICK_SECONDS if quick else SECONDS) / (time.perf_counter() - started))
+    return max(FEWEST_ROUNDS, min(QUICK_ROUNDS if quick else ROUNDS, affordable))
 
 
 def _sampler(provider: Provider, row: dict[str, Any], runs: list[timing.Run], floor: float, work: Work) -> timing.Sampler:
@@ -160,7 +173,12 @@ def _sampler(provider: Provider, row: dict[str, Any], runs: list[timing.Run], fl
         return timing.WallSampler(runs, timing.calls_per_sample(timing.seconds_of(runs[0], "cpu") * 1e6, len(runs)), timing.nothing)
     if provider.loop:
         return timing.WallSampler(runs, 1, torch.cuda.synchronize)
-    calls = timing.calls_per_sample(max(floor, 2.0), len(runs))
+    try:
+        time_of_one = timing.QueuedSampler(runs, len(runs)).sample()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return timing.WallSampler(runs, len(runs), torch.cuda.synchronize)  # it waits for the device itself
+    calls = timing.calls_per_sample(max(floor, time_of_one), len(runs))
     if not work.queued and not provider.queued:
         try:
             return timing.GraphSampler(runs, calls)
@@ -182,7 +200,7 @@ def _time(contenders: Sequence[Contender], work: Work) -> None:
                 try:
                     samples[contender.provider.name].append(contender.sampler.sample())
                 except Exception as error:  # whatever a peer raises, the others are still measured
-                    contender.row["failed"] = _message(error)
+                    contender.row["failed"] = reason(error)
                     group.remove(contender)
         for contender in group:
             figure = timing.Figure.of(samples[contender.provider.name])
@@ -191,16 +209,10 @@ def _time(contenders: Sequence[Contender], work: Work) -> None:
             _time_host(group)
 
 
-def _message(error: Exception) -> str:
-    """What it is and its first line."""
-    lines = str(error).strip().splitlines() or ["no message"]
-    return f"{type(error).__name__}: {lines[0]}"[:300]
-
-
 def _time_host(group: Sequence[Contender]) -> None:
     """Full calls without a graph, in turn, where the device's part is short enough for the host's to show."""
     samplers = [
-        (contender, timing.HostSampler(contender.runs[0], HOST_CALLS))
+        (contender, timing.HostSampler(contender.runs[0], min(HOST_CALLS, math.ceil(10_000 / contender.row["time"]))))
         for contender in group
         if not contender.provider.loop and contender.row["time"] < HOST_MICROSECONDS
     ]

@@ -14,6 +14,7 @@ from .works import GROUPS
 Results = dict[str, Any]
 WORKS = {
     "packed": "GAE over packs, float32",
+    "ppo": "The whole RLHF block: KL penalty, score, GAE, advantage whitening",
     "bf16": "GAE over packs, bfloat16",
     "mixed": "GAE over a pack of log-normal lengths, with mask and done flags",
     "rows": "GAE over rows with done flags",
@@ -28,7 +29,7 @@ WORKS = {
     "linear": "The plain recurrence",
     "cpu": "On the CPU",
 }
-WITH_HOST = ("grid", "seven", "host", "frameworks")
+WITH_HOST = ("ppo", "grid", "seven", "host", "frameworks")
 
 
 def read(path: Path) -> Results:
@@ -49,9 +50,13 @@ def write(results: Results, prefix: Path, plot: bool = True) -> None:
 
 
 def merged(parts: Sequence[Results]) -> Results:
-    """Runs on one machine as one; a work that was measured again counts as it was measured last."""
+    """Runs on one machine as one; a provider that was measured again on a work counts as it was measured last."""
     whole = dict(parts[-1])
-    by_key = {(work["group"], work["name"], work["seed"]): work for part in parts for work in part["works"]}
+    by_key: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for work in (work for part in parts for work in part["works"]):
+        key = work["group"], work["name"], work["seed"]
+        rows = {row["provider"]: row for row in (*by_key.get(key, {"rows": []})["rows"], *work["rows"])}
+        by_key[key] = {**work, "rows": list(rows.values())}
     whole["works"] = sorted(by_key.values(), key=lambda work: list(GROUPS).index(work["group"]))
     done = {work["name"] for work in whole["works"]}
     whole["not_run"] = [name for name in dict.fromkeys(name for part in parts for name in part["not_run"]) if name not in done]

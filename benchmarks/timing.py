@@ -14,7 +14,7 @@ import torch
 Run = Callable[[], Any]
 SAMPLE_MICROSECONDS = 300.0  # a sample lasts at least so long, or it would measure the clock
 MOST_CALLS = 96
-WARM_SECONDS = 0.2
+WARM_SECONDS = 0.1
 SLEEP_CYCLES_PER_MICROSECOND = 2000.0  # no GPU's clock is faster: the delay is never shorter than meant
 
 

@@ -1,9 +1,10 @@
-"""What is measured: each work is one estimator at one shape, with the providers it is measured against."""
+"""What is measured: each work is one operation at one shape, with the providers it is measured against."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -32,15 +33,18 @@ class Work:
 
     Attributes:
         group: the group that `--only` names.
-        estimator: name in the registry.
+        estimator: name in the registry of estimators, or in that of operations.
         segments, length: so many segments of so many tokens; length 0: `tokens` tokens of log-normal lengths.
         packed: [N] with `Segments`, else [segments, length].
         rates: gamma, lam, ...; those that the estimator does not have are left out.
+        preset: of an operation that has presets.
+        given: tensors that a call need not have, and these have.
         dtype: of inputs and outputs.
         flags: "" none; "terminated"; "truncated": both kinds, with a bootstrap per token.
         flag_dtype: of the flags. float32 where peers demand it, so that all read the same tensors.
         chance: of a flag at a token.
         mask: with a mask, one token in ten not trainable.
+        padded: rows that end with padding, as the mask says: responses of half the length to all of it.
         actions: of `retrace_from_policy`.
         tokens: where length is 0.
         providers: by name, in the order of the table.
@@ -56,11 +60,14 @@ class Work:
     providers: tuple[str, ...]
     packed: bool = False
     rates: Mapping[str, float] = field(default_factory=dict)
+    preset: str = ""
+    given: tuple[str, ...] = ()
     dtype: torch.dtype = torch.float32
     flags: str = ""
     flag_dtype: torch.dtype = torch.bool
     chance: float = 0.005
     mask: bool = False
+    padded: bool = False
     actions: int = 4
     tokens: int = 0
     queued: bool = False
@@ -78,7 +85,8 @@ class Work:
         parts = [self.estimator, "packed" if self.packed else "rows", self.shape]
         parts += [f"{key} {value:g}" for key, value in self.rates.items() if value != DISCOUNTED.get(key)]
         parts += [str(self.dtype).removeprefix("torch.")] if self.dtype != torch.float32 else []
-        parts += ["mask"] if self.mask else []
+        parts += [f"preset {self.preset}"] if self.preset else []
+        parts += [word for word, on in (("mask", self.mask), ("padding", self.padded)) if on]
         parts += [{"": "", "terminated": "done flags", "truncated": "truncations"}[self.flags]] if self.flags else []
         parts += [self.device] if self.device == "cpu" else []
         return ", ".join(parts)
@@ -89,6 +97,14 @@ def _packed() -> Iterator[Work]:
         for lam in (0.95, 1.0):
             rates = {"gamma": 1.0, "lam": lam}
             yield Work("packed", "gae", segments, length, (*OURS, "rl-triton"), packed=True, rates=rates)
+
+
+def _ppo() -> Iterator[Work]:
+    block = partial(Work, "ppo", "ppo_advantages", given=("ref_logprobs", "scores"))
+    for packed in (False, True):
+        yield block(1024, 16384, ("ours",), packed=packed)
+    yield block(1024, 16384, ("ours",), mask=True, padded=True)
+    yield block(1024, 8192, ("ours", "TRL"), preset="trl", padded=True)
 
 
 def _bf16() -> Iterator[Work]:
@@ -178,6 +194,7 @@ def _cpu() -> Iterator[Work]:
 
 GROUPS: dict[str, Callable[[], Iterator[Work]]] = {
     "packed": _packed,
+    "ppo": _ppo,
     "bf16": _bf16,
     "mixed": _mixed,
     "rows": _rows,

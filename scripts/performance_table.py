@@ -19,6 +19,8 @@ ROWS = (
     ("mixed", "gae, packed", "GAE, 16M tokens in segments of 16 to 131072, mask and flags"),
     ("seven", "gae, rows, 512 x 4096, truncations", "GAE, 512 x 4096, ends and cuts"),
     ("frameworks", "gae, rows, 1024 x 8192", "GAE, 1024 x 8192"),
+    ("ppo", "ppo_advantages, packed, 1024 x 16384", "KL penalty, score, GAE and whitening, a pack of 1024 x 16384"),
+    ("ppo", "ppo_advantages, rows, 1024 x 8192, preset trl", "The same as TRL does it, 1024 x 8192, padded"),
 )
 
 

@@ -83,7 +83,7 @@ def test_a_wrong_provider_is_not_timed(registry: dict[str, Provider]) -> None:
 def test_nan_anywhere_is_wrong() -> None:
     batch = batches.batches(TINY)[0]
     outputs = check.call_ours(batch)
-    wanted = check.expected(batch)
+    wanted = check.Expected(batch)
     assert check.difference(outputs, wanted, providers.unchanged) is None
     outputs["returns"][1, 3] = math.nan
     assert check.difference(outputs, wanted, providers.unchanged) is not None
@@ -95,7 +95,7 @@ def test_nan_anywhere_is_wrong() -> None:
 )
 def test_what_torch_is_measured_with_is_right(estimator: str, flags: str) -> None:
     batch = batches.batches(replace(TINY, estimator=estimator, flags=flags, chance=0.2, length=37))[0]
-    wanted = check.expected(batch)
+    wanted = check.Expected(batch)
     loop = torch_scans.loop(batch)
     assert check.difference(loop.outputs(loop.run()), wanted, loop.comparable) is None
     solving = torch_scans.formulas(batch.estimator, torch_scans.rates_of(batch))
@@ -111,6 +111,20 @@ def test_trainers_blocks_are_right_where_they_are() -> None:
     for name in ("verl", "torchrl"):
         assert "time" in rows[name] or "skipped" in rows[name]
     assert rows["rl-triton"]["skipped"] == "it runs on a GPU alone"
+
+
+def test_trls_own_steps_make_what_our_preset_makes() -> None:
+    pytest.importorskip("trl")
+    work = replace(list(GROUPS["ppo"]())[-1], device="cpu", segments=5, length=23)
+    assert [row["time"] > 0 for row in measured(work).values()] == [True, True]
+    assert "is off by" in measured(replace(work, preset=""))["TRL"]["wrong"]  # another place for the score
+
+
+def test_the_block_counts_28_bytes_a_token() -> None:
+    for work in list(GROUPS["ppo"]())[:2]:
+        batch = batches.batches(replace(work, device="cpu", segments=3, length=16))[0]
+        assert batch.bytes == 28 * batch.tokens + 4 * 3
+        assert set(check.call_ours(batch)) == {"advantages", "returns", "rewards", "kl"}
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -184,6 +198,10 @@ def test_targets_are_what_was_measured() -> None:
     assert list(verdicts(*grid).values()) == [["-", "not measured"]]
     growth = [result(work, ours=work.segments * (1.1 if work.segments == 128 else 1.0)) for work in GROUPS["growth"]()]
     assert list(verdicts(*growth).values()) == [["10%", "at least"]]
+    block = [result(work, ours=80.0, TRL=160_100.0) for work in GROUPS["ppo"]()]
+    assert [found[1:] for found in verdicts(*block).values()] == [["at least"], ["at least"]]
+    block[1] = result(list(GROUPS["ppo"]())[1], ours=92.0)
+    assert [found[1:] for found in verdicts(*block[:3]).values()] == [["no"]]
     host = [result(work, ours=2.0) for work in GROUPS["host"]()]
     assert list(verdicts(*host).values()) == [["11.0 us", "aim"]]
 
@@ -191,12 +209,14 @@ def test_targets_are_what_was_measured() -> None:
 def test_results_are_merged_and_rendered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     packed, bf16 = next(GROUPS["packed"]()), next(GROUPS["bf16"]())
     parts = [results(result(bf16, ours=30.0), result(packed, ours=99.0)), results(result(packed, ours=60.0, rl_triton=200.0))]
+    parts[0]["works"][1]["rows"].append({"provider": "torch.compile", "skipped": "it is not there"})
     parts[0]["not_run"] = [packed.name, "never"]
     for number, part in enumerate(parts):
         (tmp_path / f"{number}.json").write_text(json.dumps(part))
     command.main(["--out", str(tmp_path / "all"), "--render", str(tmp_path / "0.json"), str(tmp_path / "1.json")])
     whole = report.read(tmp_path / "all.json")
     assert [(work["group"], work["rows"][0]["time"]) for work in whole["works"]] == [("packed", 60.0), ("bf16", 30.0)]
+    assert [row["provider"] for row in whole["works"][0]["rows"]] == ["ours", "torch.compile", "rl-triton"]
     assert whole["not_run"] == ["never"]
     text = (tmp_path / "all.md").read_text()
     assert f"| {packed.name} | 50 | 60.0 ±0.5, 83% | 200 ±0.5, 25% | 3.33 x |" in text

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 
 from rlhf_scan import BackendError, Segments
 from rlhf_scan.backend_choice import choose_backend
 
+from .. import check
 from ..batches import Batch
-from ..check import call_ours
 from . import Prepared, Provider, register
 
 
@@ -27,17 +27,13 @@ def new_pack(batch: Batch) -> Prepared:
     """Boundaries that were never seen before in every call, so that all that is made of them is made inside it."""
     if batch.segments is None:
         return same_pack(batch)
-    cu_seqlens = batch.segments.cu_seqlens
-
-    def run() -> dict[str, Any]:
-        return call_ours(batch, segments=Segments.from_cu_seqlens(cu_seqlens.detach()))
-
-    return Prepared(run, dict)
+    call, cu_seqlens = check.ours(batch), batch.segments.cu_seqlens
+    return Prepared(lambda: call(segments=Segments.from_cu_seqlens(cu_seqlens.detach())), partial(check.named, batch))
 
 
 def same_pack(batch: Batch) -> Prepared:
     """One `Segments` for all calls, as where several estimators run on a batch."""
-    return Prepared(lambda: call_ours(batch), dict)
+    return Prepared(check.ours(batch), partial(check.named, batch))
 
 
 register(Provider("ours", new_pack, absent, about="boundaries new to every call"))

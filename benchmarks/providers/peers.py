@@ -36,10 +36,14 @@ def importable(module: str) -> str | None:
     try:
         imported(module)
     except Exception as error:  # a peer may raise anything where something it needs is missing
-        return (
-            f"it cannot be imported ({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'})"
-        )
+        return f"it cannot be imported ({reason(error)})"
     return None
+
+
+def reason(error: Exception) -> str:
+    """What it is, and its first line."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {lines[0]}"[:300]
 
 
 def needs_cuda(then: Callable[[], str | None]) -> Callable[[str], str | None]:
