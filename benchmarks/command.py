@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import environment, measure, report, timing
+from . import compilation, environment, measure, providers, report, timing
 from .providers import all_providers, peers
 from .works import GROUPS, Work, works
 
@@ -24,7 +24,8 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m bench
         results = report.merged([report.read(path) for path in options.render])
         report.write(results, options.out)
     else:
-        results = run(options.only or _all_groups(), options.quick, options.seconds, options.out, options.providers)
+        planned = plan(options.only or _all_groups(), options.providers)
+        results = run(planned, options.out, quick=options.quick, seconds=options.seconds, jobs=options.jobs)
     print(report.markdown(results))
 
 
@@ -51,41 +52,56 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     add("--quick", action="store_true", help="a few samples of each")
     add("--seconds", type=float, default=0.0, help="start no work later than this; 0: no limit")
+    add(
+        "--jobs",
+        type=int,
+        default=compilation.jobs(),
+        help="processes that compile kernels before the first measurement; 0: none [%(default)s]",
+    )
     add("--render", type=Path, nargs="+", metavar="JSON", help="measure nothing: merge these results and write PREFIX.*")
     return parser
 
 
-def run(groups: Sequence[str], quick: bool, seconds: float, out: Path, only: Sequence[str] = ()) -> dict[str, Any]:
-    """Measure these groups, and write after every work, so that a run that is cut short leaves what it has."""
+def plan(groups: Sequence[str], only: Sequence[str] = ()) -> list[Work]:
+    """The works of these groups that this machine can run, with all their providers or `only` these; those that wait for a build come last."""
+    found = [work for work in works(groups) if work.device == "cpu" or torch.cuda.is_available()]
+    if only:
+        found = [replace(work, providers=tuple(name for name in work.providers if name in only)) for work in found]
+    found = [work for work in found if any(providers.provider(name).computes(work.estimator) for name in work.providers)]
+    return sorted(found, key=compilation.is_built)
+
+
+def run(planned: Sequence[Work], out: Path, *, quick: bool, seconds: float, jobs: int) -> dict[str, Any]:
+    """Measure these works, and write after each, so that a run that is cut short leaves what it has."""
     started = time.perf_counter()
-    planned = [work for work in works(groups) if work.device == "cpu" or torch.cuda.is_available()]
-    bandwidths = {device: timing.copy_bandwidth(device) for device in sorted({work.device for work in planned})}
     results: dict[str, Any] = {
         "environment": environment.environment(peers.folder()),
         "quick": quick,
-        "copy_bandwidth": {device: round(bandwidth * 1e6) for device, bandwidth in bandwidths.items()},
+        "copy_bandwidth": {},
         "providers": {provider.name: provider.about for provider in all_providers()},
         "not_run": [],
         "works": [],
     }
+    builds = compilation.Builds(planned, seconds / 2 or compilation.BUILD_SECONDS)
+    compiled = compilation.compile_kernels(planned, jobs, seconds / 3 or compilation.SECONDS)
+    _log(f"{time.perf_counter() - started:.0f} s  {compiled}")
+    bandwidths = {device: timing.copy_bandwidth(device) for device in sorted({work.device for work in planned})}
+    results["copy_bandwidth"] = {device: round(bandwidth * 1e6) for device, bandwidth in bandwidths.items()}
     for work in planned:
         if seconds and time.perf_counter() - started > seconds:
             results["not_run"].append(work.name)
             continue
+        builds.wait(work)
         _log(f"{time.perf_counter() - started:.0f} s  {work.group}: {work.name}")
         try:
-            results["works"].append(measure.measure(_against(work, only), bandwidths[work.device], quick, _log))
+            results["works"].append(measure.measure(work, bandwidths[work.device], quick, _log))
         except Exception as error:  # the other works are still worth having
             _log(f"  the work failed: {type(error).__name__}: {error}")
             results["not_run"].append(f"{work.name} ({type(error).__name__}: {error})")
         report.write(results, out, plot=False)
+    builds.stop()
     report.write(results, out)
     return results
-
-
-def _against(work: Work, only: Sequence[str]) -> Work:
-    """The work with those of its providers alone that were asked for."""
-    return replace(work, providers=tuple(name for name in work.providers if name in only)) if only else work
 
 
 def _all_groups() -> tuple[str, ...]:

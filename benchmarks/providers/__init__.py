@@ -44,6 +44,7 @@ class Provider:
         refuses: why it does not take this work; None if it does.
         loop: a loop over tokens on the host, thousands of launches a call: timed by the clock on the wall, a few times.
         queued: timed in queued calls even where a CUDA graph could hold them.
+        build: makes what takes a compiler minutes, once on a machine; it is called in another process, before the first `prepare`.
         about: a sentence for the report.
     """
 
@@ -54,6 +55,7 @@ class Provider:
     refuses: Callable[[Work], str | None] = lambda work: None
     loop: bool = False
     queued: bool = False
+    build: Callable[[], Any] | None = None
     about: str = ""
 
     def computes(self, estimator: str) -> bool:
@@ -62,10 +64,11 @@ class Provider:
 
     def why_not(self, work: Work) -> str | None:
         """Why it is not measured on this work, whose estimator it has; None if it is."""
-        return self.refuses(work) or self.absent(work.device)
+        return self.refuses(work) or _LEFT_OUT.get(self.name) or self.absent(work.device)
 
 
 _REGISTRY: dict[str, Provider] = {}
+_LEFT_OUT: dict[str, str] = {}
 
 
 def register(provider: Provider) -> None:
@@ -78,6 +81,11 @@ def register(provider: Provider) -> None:
 def provider(name: str) -> Provider:
     """The provider of that name."""
     return _REGISTRY[name]
+
+
+def leave_out(name: str, reason: str) -> None:
+    """Count the provider of that name as absent."""
+    _LEFT_OUT[name] = reason
 
 
 def all_providers() -> list[Provider]:

@@ -34,6 +34,12 @@ def refuses(work: Work) -> str | None:
 
 register(
     Provider(
-        "accelerated-scan", prepare, needs_cuda(lambda: importable(MODULE)), frozenset({"linear_scan"}), refuses, about="its `warp` kernel"
+        "accelerated-scan",
+        prepare,
+        needs_cuda(lambda: importable(MODULE)),
+        frozenset({"linear_scan"}),
+        refuses,
+        build=lambda: imported(MODULE),
+        about="its `warp` kernel",
     )
 )

@@ -7,7 +7,10 @@ these works, so that what stands in the last does not enter. It makes advantages
 
 from __future__ import annotations
 
+import os
+import tempfile
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,25 +19,55 @@ from torch import Tensor
 from ..batches import Batch
 from ..works import Work
 from . import Prepared, Provider, register
-from .peers import folder, needs_cuda
+from .peers import folder, needs_cuda, reason
 
 SOURCES = ("pufferlib.cpp", "pufferlib.cu")
 
 
-@lru_cache(maxsize=1)
-def absent() -> str | None:
-    """Compile it; why that does not work, if it does not."""
-    files = [folder() / "PufferLib" / name for name in SOURCES]
-    missing = [str(file) for file in files if not file.is_file()]
-    if missing:
-        return f"{missing[0]} is not there; run scripts/fetch_peers.py"
+def build() -> None:
+    """Compile it, unless that was done before."""
+    if not _missing():
+        _library()
+
+
+def _library() -> Path:
     from torch.utils import cpp_extension
 
+    capability = "{}.{}".format(*torch.cuda.get_device_capability())
+    made_before = Path(cpp_extension.get_default_build_root()) / "pufferlib-3.0.0"
+    library = made_before / f"torch-{torch.__version__}-cuda-{torch.version.cuda}-{capability}.so"
+    if library.is_file():
+        return library
+    made_before.mkdir(parents=True, exist_ok=True)
+    # Elsewhere first, so that nobody loads half a library or waits for a process that was killed.
+    with tempfile.TemporaryDirectory(dir=made_before) as made:
+        os.environ["TORCH_CUDA_ARCH_LIST"] = capability
+        cpp_extension.load("_C", [str(file) for file in _files()], ["-O3"], ["-O3"], build_directory=made, is_python_module=False)
+        os.replace(Path(made) / "_C.so", library)
+    return library
+
+
+@lru_cache(maxsize=1)
+def absent() -> str | None:
+    """Why it is not there or does not compile, if so."""
+    missing = _missing()
+    if missing:
+        return f"{missing[0]} is not there; run scripts/fetch_peers.py"
     try:
-        cpp_extension.load("_C", [str(file) for file in files], extra_cflags=["-O3"], extra_cuda_cflags=["-O3"])
+        library = _library()
+        if not hasattr(torch.ops.pufferlib, "compute_puff_advantage"):  # compiling it here has loaded it
+            torch.ops.load_library(str(library))
     except Exception as error:  # no compiler, another CUDA: whatever it is, it is absent
-        return f"it does not compile ({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'})"
+        return f"it does not compile ({reason(error)})"
     return None
+
+
+def _files() -> list[Path]:
+    return [folder() / "PufferLib" / name for name in SOURCES]
+
+
+def _missing() -> list[Path]:
+    return [file for file in _files() if not file.is_file()]
 
 
 def prepare(batch: Batch) -> Prepared:
@@ -65,6 +98,13 @@ def refuses(work: Work) -> str | None:
 
 register(
     Provider(
-        "PufferLib", prepare, needs_cuda(absent), frozenset({"gae"}), refuses, queued=True, about="3.0.0; it makes the advantages alone"
+        "PufferLib",
+        prepare,
+        needs_cuda(absent),
+        frozenset({"gae"}),
+        refuses,
+        queued=True,
+        build=build,
+        about="3.0.0; it makes the advantages alone",
     )
 )
