@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -140,32 +141,38 @@ def check(update: Update) -> None:
             raise RuntimeError(f"{name} of the two ways differ by {error:.3g}")
 
 
-def measure(options: argparse.Namespace, length: int) -> dict[str, Any]:
-    """One row."""
+def measure(options: argparse.Namespace, length: int, seconds: float) -> dict[str, Any]:
+    """One row, of as many updates as were asked for or as there is time for."""
+    started = time.perf_counter()
     update = new_update(options, length)
     check(update)
     ways: dict[str, Recursion] = {"trl": trl(), "ours": ours}
     for way in ways.values():
         update.step(way)
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for _ in range(options.updates):
+    for number in range(options.updates):
+        begun = time.perf_counter()
         for name, way in ways.items():
             samples[name].append(update.step(way))
+        both = time.perf_counter() - begun
+        if number and begun + 2 * both - started > seconds:
+            break
     row: dict[str, Any] = {"length": length, "responses": len(update.responses)}
     for name, pairs in samples.items():
         step, block = (statistics.median(column) for column in zip(*pairs, strict=True))
-        row[name] = {"step": step, "block": block, "share": block / step, "steps": [seconds for seconds, _ in pairs]}
+        row[name] = {"step": step, "block": block, "share": block / step, "steps": [taken for taken, _ in pairs]}
     return row | {"gain": row["trl"]["step"] / row["ours"]["step"]}
 
 
 def markdown(report: dict[str, Any]) -> str:
     """The report as a table."""
     found, sizes = report["environment"], report["sizes"]
+    updates = " or ".join(str(count) for count in sorted({len(row["ours"]["steps"]) for row in report["rows"]}))
     lines = [
         "One PPO update (log-probabilities and values of the rollout, advantage block, an epoch forward and backward, optimizer steps) "
         f"on {found['device']}: "
         f"policy and value model of {report['parameters'] / 1e6:.0f}M parameters each ({sizes['layers']} layers, width {sizes['width']}), about "
-        f"{sizes['tokens']:,} tokens an update, bfloat16 autocast on a GPU; generation is left out. Median of {sizes['updates']} updates, in turn. "
+        f"{sizes['tokens']:,} tokens an update, bfloat16 autocast on a GPU; generation is left out. Median of {updates} updates, in turn. "
         f"torch {found['versions']['torch']}, commit {found['commit']}, {found['date']}.\n\n",
         "| responses x length | step with TRL's block, s | the block, s | its share | step with ours, s | the block, s | its share | gain |\n",
         "| --- | --- | --- | --- | --- | --- | --- | --- |\n",
@@ -190,6 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="T,...",
         help="response lengths",
     )
+    add("--seconds", type=float, default=120.0, help="for all lengths together: fewer updates where they take longer [%(default)g]")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     sizes = {"layers": 12, "width": 768, "heads": 12, "vocabulary": 32000, "tokens": 65536, "tokens-at-once": 16384, "updates": 5}
     for name, size in sizes.items():
@@ -205,8 +213,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "parameters": parameters,
         "rows": [],
     }
-    for length in options.lengths:
-        report["rows"].append(measure(options, length))
+    end = time.perf_counter() + options.seconds
+    for number, length in enumerate(options.lengths):
+        started = time.perf_counter()
+        report["rows"].append(measure(options, length, (end - started) / (len(options.lengths) - number)))
+        print(f"{length} tokens a response: {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.with_name(f"{options.out.name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         options.out.with_name(f"{options.out.name}.md").write_text(markdown(report), encoding="utf-8")

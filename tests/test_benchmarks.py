@@ -254,12 +254,13 @@ def test_commands_from_the_repository(program: list[str]) -> None:
 
 
 def test_end_to_end(tmp_path: Path) -> None:
-    sizes = "--layers 1 --width 16 --heads 2 --vocabulary 50 --tokens 64 --tokens-at-once 32 --lengths 8,16 --updates 2 --device cpu"
+    sizes = "--layers 1 --width 16 --heads 2 --vocabulary 50 --tokens 64 --tokens-at-once 32 --lengths 8,16 --updates 9 --seconds 0 --device cpu"
     end_to_end.main([*sizes.split(), "--out", str(tmp_path / "e2e")])
     rows = json.loads((tmp_path / "e2e.json").read_text())["rows"]
     assert [(row["responses"], row["length"]) for row in rows] == [(8, 8), (4, 16)]
     for row in rows:
         assert 0 < row["trl"]["share"] < 1
+        assert len(row["trl"]["steps"]) == len(row["ours"]["steps"]) == 2  # no time for more
         assert row["gain"] == pytest.approx(row["trl"]["step"] / row["ours"]["step"])
     assert (tmp_path / "e2e.md").read_text().count(" x |") == 2
 
@@ -285,3 +286,11 @@ def test_on_a_gpu(queued: bool) -> None:
         "torch loop": "wall",
     }
     assert 0 < rows["ours"]["host"] <= rows["ours"]["full"]
+
+
+@pytest.mark.gpu
+def test_the_block_on_a_gpu() -> None:
+    for work in GROUPS["ppo"]():
+        rows = measured(replace(work, segments=64, length=512))
+        assert 0 < rows["ours"]["host"] <= rows["ours"]["full"]
+        assert "TRL" not in rows or "time" in rows["TRL"] or "skipped" in rows["TRL"]

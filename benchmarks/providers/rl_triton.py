@@ -110,7 +110,7 @@ def prepare(batch: Batch) -> Prepared:
 def _comparable(batch: Batch) -> Callable[[str, Tensor], Tensor]:
     if batch.estimator.name != "retrace_from_policy":
         return unchanged
-    followed = batch.flag("truncated").cpu() == 0
+    followed = batch.flag("truncated") == 0
     followed[:, -1] = False
 
     def where_conventions_agree(name: str, output: Tensor) -> Tensor:
