@@ -101,10 +101,18 @@ def check_total(op: str, like: str, segments: Segments, tokens: int) -> None:
         )
 
 
-def check_floats(op: str, name: str, tensor: object) -> Tensor:
-    """Raise unless `tensor` is a floating-point tensor."""
+def check_dense(op: str, name: str, tensor: object) -> Tensor:
+    """Raise unless `tensor` is a tensor whose entries lie in memory."""
     if not isinstance(tensor, Tensor):
         raise InputError(f"{op}: {name} must be a torch.Tensor, got {type(tensor).__name__}; convert it with torch.as_tensor")
+    if not torch.compiler.is_compiling() and tensor.layout is not torch.strided:  # a compiler may not trace that
+        raise InputError(f"{op}: {name} must be dense, got {tensor.layout}; convert it with .to_dense()")
+    return tensor
+
+
+def check_floats(op: str, name: str, tensor: object) -> Tensor:
+    """Raise unless `tensor` is a floating-point tensor."""
+    tensor = check_dense(op, name, tensor)
     if tensor.dtype not in FLOATS:
         raise InputError(f"{op}: {name} must be float32, float64, bfloat16 or float16, got {tensor.dtype}; convert it with .float()")
     return tensor
@@ -141,8 +149,7 @@ def per_action(layout: Layout, names: Sequence[str], tensors: Mapping[str, Any])
 
 def per_token_action(layout: Layout, name: str, actions: object) -> Tensor:
     """An integer per token, flat and contiguous."""
-    if not isinstance(actions, Tensor):
-        raise InputError(f"{layout.op}: {name} must be a torch.Tensor, got {type(actions).__name__}; convert it with torch.as_tensor")
+    actions = check_dense(layout.op, name, actions)
     if actions.is_floating_point() or actions.is_complex() or actions.dtype == torch.bool:
         raise InputError(f"{layout.op}: {name} must be an integer dtype, got {actions.dtype}; convert it with .long()")
     if actions.shape != layout.shape:
@@ -184,8 +191,7 @@ def per_token_or_segment(layout: Layout, name: str, tensor: Tensor) -> Tensor:
 
 def check_flag(op: str, name: str, flag: object) -> Tensor:
     """Raise unless `flag` is a tensor whose entries are zero or not."""
-    if not isinstance(flag, Tensor):
-        raise InputError(f"{op}: {name} must be a torch.Tensor, got {type(flag).__name__}; convert it with torch.as_tensor")
+    flag = check_dense(op, name, flag)
     if flag.dtype not in _FLAGS:
         raise InputError(f"{op}: {name} must be bool, an integer or a float dtype, got {flag.dtype}; convert it with .bool()")
     return flag

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from .checks import check_floats, check_mask, check_option
+from .checks import check_dense, check_floats, check_mask, check_option
 from .errors import InputError
 
 NONFINITE = ("propagate", "raise", "zero", "drop")
@@ -85,6 +85,7 @@ def ids_of(op: str, groups: object, scores: Tensor) -> Tensor:
     """The group ids as a tensor [S]: as given, or numbered in the order in which they first appear."""
     if not isinstance(groups, Tensor):
         return torch.tensor(_numbered(op, groups, len(scores)), dtype=torch.int64).to(scores.device, non_blocking=True)
+    check_dense(op, "groups", groups)
     if groups.shape != scores.shape:
         raise InputError(
             f"{op}: groups must have shape {list(scores.shape)} to match scores, got {list(groups.shape)}; pass one id per row"

@@ -45,7 +45,11 @@ def key_of(options: Sequence[Any], given: Sequence[Any], segments: Segments | No
             if value.is_neg():  # torch negates what its memory holds
                 return None
             key.append(value.dtype)
-            if not value.is_contiguous():
+            try:
+                contiguous = value.is_contiguous()
+            except RuntimeError:  # a sparse tensor is neither
+                return None
+            if not contiguous:
                 key.append(False)
             if value.shape != shape:
                 shape = value.shape

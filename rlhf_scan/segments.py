@@ -120,6 +120,8 @@ def _integers(constructor: str, name: str, values: Tensor | Sequence[int]) -> Te
         raise InputError(f"Segments.{constructor}: {name} must be integers, got {values!r:.80}; pass a 1-D list or tensor") from error
     if tensor.dtype not in _INTEGERS:
         raise InputError(f"Segments.{constructor}: {name} must be an integer tensor, got {tensor.dtype}; convert it with .long()")
+    if not torch.compiler.is_compiling() and tensor.layout is not torch.strided:
+        raise InputError(f"Segments.{constructor}: {name} must be dense, got {tensor.layout}; convert it with .to_dense()")
     return tensor
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import check_dtype, check_flag, check_floats, check_option, number_of
+from .checks import check_dense, check_dtype, check_flag, check_floats, check_option, number_of
 from .dispatch import estimate
 from .errors import InputError
 from .segments import Segments
@@ -158,6 +158,7 @@ def _integers(op: str, clock: object, device: torch.device) -> Tensor:
     if not isinstance(clock, Tensor) or clock.dtype not in _INTEGERS:
         got = clock.dtype if isinstance(clock, Tensor) else type(clock).__name__
         raise InputError(f"{op}: clock must be an integer tensor, got {got}; pass the number of each token's turn")
+    check_dense(op, "clock", clock)
     if clock.device != device:
         raise InputError(f"{op}: clock must be on {device}, got {clock.device}; move it with .to({str(device)!r})")
     return clock.detach().long()

@@ -21,6 +21,7 @@ MASK = torch.tensor([[1, 1, 1], [1, 0, 0]])
 SCORES = torch.tensor([1.0, 2.0])
 CLOCK = torch.tensor([[0, 0, 1], [0, -1, -1]])
 HUGE = 10**400  # no float holds it
+SPARSE, ENTRIES = ROWS.to_sparse(), torch.tensor([0, 1]).to_sparse()
 
 
 def ppo(device: torch.device | None = None, **given: Any) -> rlhf_scan.PPOAdvantages:
@@ -65,6 +66,18 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: ppo(step_rewards=torch.ones(1, 3, dtype=torch.complex64)), "sequences and tokens as integers, float32 or float64"),
     (lambda: rlhf_scan.expand_to_tokens(SCORES, [[1, 1]]), "expand_to_tokens: mask must be a torch.Tensor, got list"),  # type: ignore[arg-type]
     (lambda: rlhf_scan.expand_to_tokens(SCORES, segments=[0, 1]), "expand_to_tokens: mask must be given where segments do not say"),  # type: ignore[arg-type]
+    # A sparse tensor is none that memory holds.
+    (lambda: rlhf_scan.gae(SPARSE, SPARSE), "gae: rewards must be dense, got torch.sparse_coo; convert it with .to_dense()"),
+    (lambda: rlhf_scan.gae(ROWS, ROWS, mask=SPARSE), "gae: mask must be dense"),
+    (lambda: rlhf_scan.gae(ROWS, ROWS, lam=SPARSE), "gae: lam must be dense"),
+    (lambda: rlhf_scan.whiten(SPARSE), "whiten: x must be dense"),
+    (lambda: rlhf_scan.whiten(ROWS, SPARSE), "whiten: mask must be dense"),
+    (lambda: ppo(values=SPARSE), "ppo_advantages: values must be dense"),
+    (lambda: ppo(scores=SCORES.to_sparse()), "ppo_advantages: scores must be dense"),
+    (lambda: rlhf_scan.grpo(SCORES, ENTRIES), "grpo: groups must be dense"),
+    (lambda: rlhf_scan.clock_rate(0.5, CLOCK.to_sparse()), "clock_rate: clock must be dense"),
+    (lambda: Segments.from_lengths(ENTRIES), "Segments.from_lengths: lengths must be dense"),
+    (lambda: Segments.from_segment_ids(ENTRIES), "Segments.from_segment_ids: segment_ids must be dense"),
     # Nothing to do is no reason to take what is wrong.
     (lambda: rlhf_scan.turn_returns(torch.zeros(0, 3), CLOCK[:0], backend="none"), "turn_returns: backend must be one of"),
     (lambda: rlhf_scan.turn_returns(torch.zeros(2, 0), CLOCK * 0 - 1, gamma=7), r"turn_returns: gamma must lie in \[0, 1\], got 7"),
