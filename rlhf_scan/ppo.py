@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import whitened as whitened_before
+from .outside_graphs import outside_graphs
 from .ppo_inputs import OP, PPOInputs, resolve_inputs
 from .ppo_options import NAMES, PPOOptions, resolve_options, whitenings
 from .ppo_places import truncated_tokens, with_step_rewards
@@ -36,6 +37,7 @@ class PPOAdvantages(NamedTuple):
     report: PPOReport
 
 
+@outside_graphs
 def ppo_advantages(
     logprobs: Tensor,
     ref_logprobs: Tensor | None,

@@ -290,10 +290,24 @@ def test_the_docs_say_what_the_options_are() -> None:
 
 
 def test_within_a_compiled_function() -> None:
+    """Graphs before and after it, which serve further calls."""
     call = rows(values=torch.arange(10.0).reshape(2, 5))
-    untraced = torch.compiler.disable(ppo_advantages)
+    graphs: list[Any] = []
 
-    def step(values: Tensor) -> Tensor:
-        return untraced(**call | {"values": values * 2}).advantages + 1
+    def kept(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
 
-    assert torch.equal(torch.compile(step, backend="eager")(call["values"]), step(call["values"]))
+    def step(values: Tensor, bias: float = 1.0) -> Tensor:
+        return ppo_advantages(**call | {"values": values * 2}).advantages + bias
+
+    compiled = [torch.compile(function, backend=kept) for function in (step, lambda values: step(values, 2.0))]
+    counts = []
+    for _ in range(3):
+        assert torch.equal(compiled[0](call["values"]), step(call["values"]))
+        assert torch.equal(compiled[1](call["values"]), step(call["values"], 2.0))
+        counts.append(len(graphs))
+    assert counts[0] >= 2
+    assert counts == counts[:1] * 3
+    with pytest.raises(InputError, match=r"ppo_advantages: values must have shape \[2, 5\]"):
+        compiled[0](torch.zeros(2, 6))
