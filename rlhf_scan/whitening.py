@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from .call import BACKENDS
 from .checks import check_dtype, check_eps, check_floats, check_mask, check_option, check_switch
 from .errors import InputError
 from .ranks import check_process_group, gathered
+from .repeats import intercepted
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -140,7 +143,7 @@ def statistics(
     A `process_group` of gloo waits for it; see `rlhf_scan.ranks`. Arguments as in `whiten`; `op` is whom messages speak for.
     """
     chosen = _backend(op, x, backend)
-    found: Tensor = torch.ops.rlhf_scan.statistics(_flat(x), _flat_mask(op, x, mask), chosen)
+    found = _run("statistics", _flat(x), _flat_mask(op, x, mask), chosen)
     return over_ranks(found, process_group, backend=backend)
 
 
@@ -152,8 +155,7 @@ def over_ranks(found: Tensor, process_group: ProcessGroup | None, *, backend: st
 def merge(parts: Tensor, *, backend: str = "auto") -> Tensor:
     """The statistics of all tokens that `parts`, float64 [P, 3], stand for (Chan et al. 1979); in the order of the parts."""
     chosen = choose_backend(backend, parts.device)
-    merged: Tensor = torch.ops.rlhf_scan.merge_statistics(parts, chosen)
-    return merged
+    return _run("merge_statistics", parts, chosen)
 
 
 def apply(
@@ -167,7 +169,8 @@ def apply(
     op: str = "whiten",
 ) -> Tensor:
     """`x` whitened with given statistics, in the shape of `x`; 0 at masked tokens."""
-    result: Tensor = torch.ops.rlhf_scan.whiten(
+    result = _run(
+        "whiten",
         _flat(x),
         _flat_mask(op, x, mask),
         statistics,
@@ -206,8 +209,17 @@ def _not_finite(x: Tensor, mask: Tensor | None) -> str:
     return f"whiten: x must be finite at trainable tokens, got {float(x[tuple(index)])} at {index}; mask that token or mend it"
 
 
+@cache
 def _module(backend: str) -> WhiteningBackend:
     return cast(WhiteningBackend, importlib.import_module(f".backends.{backend}_whiten", __package__))
+
+
+def _run(name: str, *arguments: Any) -> Tensor:
+    """The op of that name; what it does, at once, where nothing watches operators: a call of an op takes longer than a small launch."""
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    watched = intercepted() or any(type(tensor) is not Tensor or tensor.is_neg() for tensor in tensors)
+    found: Tensor = (getattr(torch.ops.rlhf_scan, name) if watched else _OPS[name])(*arguments)
+    return found
 
 
 _library = torch.library.Library("rlhf_scan", "FRAGMENT")
@@ -245,9 +257,9 @@ def _whiten_op(
     return _module(backend).apply(x, mask, statistics, Whitening(shift_mean, scale, unbiased, eps, eps_at), dtype)
 
 
-_library.impl("statistics", _statistics_op, "CompositeExplicitAutograd")
-_library.impl("merge_statistics", _merge_op, "CompositeExplicitAutograd")
-_library.impl("whiten", _whiten_op, "CompositeExplicitAutograd")
+_OPS: dict[str, Callable[..., Tensor]] = {"statistics": _statistics_op, "merge_statistics": _merge_op, "whiten": _whiten_op}
+for _name, _implementation in _OPS.items():
+    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
 torch.library.register_fake("rlhf_scan::statistics", lambda x, *_: x.new_empty(3, dtype=torch.float64), lib=_library)
 torch.library.register_fake("rlhf_scan::merge_statistics", lambda parts, *_: parts.new_empty(3), lib=_library)
 torch.library.register_fake("rlhf_scan::whiten", lambda x, *rest: torch.empty_like(x, dtype=rest[-2]), lib=_library)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .tiles import INTERPRETED
-from .triton_launch import on_device_of
+from .triton_launch import Launcher, on_device_of
 
 if TYPE_CHECKING:
     from ..whitening import Whitening
@@ -26,39 +27,45 @@ _WARPS = 8
 
 def statistics(x: Tensor, mask: Tensor | None) -> Tensor:
     """Of the trainable tokens."""
-    parts = torch.empty(triton.cdiv(len(x), TILE), 3, dtype=torch.float64, device=x.device)
+    tokens = x.numel()
+    parts = torch.empty(-(-tokens // TILE), 3, dtype=torch.float64, device=x.device)
     with on_device_of(x):
-        _tile_statistics[(len(parts),)](x, _flag(mask), parts, len(x), TILE, num_warps=_WARPS)
-    return merge(parts)
+        _tallier()(parts.shape[0], x, _flag(mask), parts, tokens)
+        return merge(parts)
 
 
 def merge(parts: Tensor) -> Tensor:
     """Of all tokens that the parts stand for."""
     merged = torch.empty(3, dtype=torch.float64, device=parts.device)
     with on_device_of(parts):
-        _merge[(1,)](parts.contiguous(), merged, len(parts), MERGED, num_warps=_WARPS)
+        _merger()(1, parts.contiguous(), merged, parts.shape[0])
     return merged
 
 
 def apply(x: Tensor, mask: Tensor | None, statistics: Tensor, whitening: Whitening, dtype: torch.dtype) -> Tensor:
     """Whitened, 0 at masked tokens."""
-    result = torch.empty(len(x), dtype=dtype, device=x.device)
+    tokens = x.numel()
+    result = torch.empty(tokens, dtype=dtype, device=x.device)
+    launcher = _whitener(float(whitening.eps), whitening.shift_mean, whitening.scale, whitening.unbiased, whitening.eps_at)
     with on_device_of(x):
-        _whiten[(triton.cdiv(len(x), TILE),)](
-            x,
-            _flag(mask),
-            result,
-            statistics,
-            len(x),
-            float(whitening.eps),
-            whitening.shift_mean,
-            whitening.scale,
-            whitening.unbiased,
-            whitening.eps_at,
-            TILE,
-            num_warps=_WARPS,
-        )
+        launcher(-(-tokens // TILE), x, _flag(mask), result, statistics, tokens)
     return result
+
+
+@cache
+def _tallier() -> Launcher:
+    return Launcher(_tile_statistics, {"TILE": TILE}, num_warps=_WARPS)
+
+
+@cache
+def _merger() -> Launcher:
+    return Launcher(_merge, {"LANES": MERGED}, num_warps=_WARPS)
+
+
+@lru_cache(maxsize=256)
+def _whitener(eps: float, shift_mean: bool, scale: bool, unbiased: bool, eps_at: str) -> Launcher:
+    constants = {"EPS": eps, "SHIFT_MEAN": shift_mean, "SCALE": scale, "UNBIASED": unbiased, "EPS_AT": eps_at, "TILE": TILE}
+    return Launcher(_whiten, constants, num_warps=_WARPS)
 
 
 def _flag(mask: Tensor | None) -> Tensor | None:
