@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from .call import BACKENDS, is_per_segment
 from .checks import Layout
 from .contents import check_boundaries
 from .errors import InputError
-from .estimators import estimator
+from .estimators import Estimator, estimator
 from .ppo_options import PPOOptions
 from .segments import Segments
 from .shaping import ScoreCall, ShapingCall
@@ -24,6 +25,10 @@ OP = "ppo_advantages"
 # Why a sequence ended, as inference engines name it -> whether the episode ends there; else it was cut.
 STOP_REASONS = {"stop": True, "tool_calls": True, "length": False, "abort": False}
 _DIVIDERS = ("terminated", "truncated")
+# What is per token, and whether it must be given.
+_FLOATS = {"logprobs": True, "values": True, "ref_logprobs": False, "rewards": False}
+# And whether it may be once per sequence.
+_FLAGS = {"mask": False, "attention_mask": False, "has_eos": True, "terminated": True, "truncated": True}
 
 
 @dataclass(frozen=True)
@@ -75,32 +80,60 @@ def resolve_inputs(
     checks.check_option(OP, "backend", backend, BACKENDS)
     checks.check_option(OP, "validate", validate, ("shapes", "full"))
     checks.check_dtype(OP, dtype)
-    like = replace(estimator("gae"), inputs=("logprobs", "values"))
-    layout = checks.resolve_layout(OP, like, tensors["logprobs"], segments)
+    # Kernels read what memory holds.
+    tensors = {name: given.resolve_neg() if isinstance(given, Tensor) and given.is_neg() else given for name, given in tensors.items()}
+    layout = checks.resolve_layout(OP, _like(), tensors["logprobs"], segments)
     if validate == "full":
         check_boundaries(layout)
     chosen = choose_backend(backend, layout.device)
-    tensors = {**tensors, **_by_stop_reason(layout, tensors, stop_reasons)}
-    floats = {name: checks.per_token(layout, name, tensors[name]) for name in ("logprobs", "values")}
-    floats |= {name: checks.per_token(layout, name, tensors[name]) for name in ("ref_logprobs", "rewards") if tensors[name] is not None}
-    flags = {name: checks.resolve_flag(layout, name, tensors[name], segment_form=False) for name in ("mask", "attention_mask")}
-    has_eos, terminated, truncated = (
-        checks.resolve_flag(layout, name, tensors[name], segment_form=True) for name in ("has_eos", *_DIVIDERS)
-    )
-    if options.missing_eos_penalty and has_eos is None:
+    if stop_reasons is not None:
+        tensors = {**tensors, **_by_stop_reason(layout, tensors, stop_reasons)}
+    floats = {
+        name: checks.per_token(layout, name, tensors[name]) for name, needed in _FLOATS.items() if needed or tensors[name] is not None
+    }
+    flags = {
+        name: None if tensors[name] is None else checks.resolve_flag(layout, name, tensors[name], segment_form=segment_form)
+        for name, segment_form in _FLAGS.items()
+    }
+    if options.missing_eos_penalty and flags["has_eos"] is None:
         raise InputError(f"{OP}: has_eos must be given for missing_eos_penalty, got None; pass one flag per sequence or per token")
     if options.score_at == "post_eos":
-        _refuse_per_token(terminated, truncated)
-    number = torch.float64 if chosen == "reference" or torch.float64 in {tensor.dtype for tensor in floats.values()} else torch.float32
-    (log_ratio_limit, kl_limit), (low, high) = options.limits, options.score_range
+        _refuse_per_token(flags)
+    dtypes = [tensors[name].dtype for name in floats]
+    number = torch.float64 if chosen == "reference" or torch.float64 in dtypes else torch.float32
     bootstrap = None if tensors["bootstrap"] is None else checks.check_floats(OP, "bootstrap", tensors["bootstrap"])
     bootstrap = None if bootstrap is None else checks.per_token_or_segment(layout, "bootstrap", bootstrap)
-    call = ShapingCall(
+    return PPOInputs(
+        layout=layout,
+        backend=chosen,
+        call=_shaping_call(layout, options, floats, flags, number),
+        scores=_score_call(layout, options, tensors, flags, bootstrap),
+        step_rewards=_step_rewards(layout, step_rewards, number),
+        terminated=flags["terminated"],
+        truncated=flags["truncated"],
+        bootstrap=bootstrap,
+        dtype=dtype or reduce(torch.promote_types, dtypes),
+    )
+
+
+@cache
+def _like() -> Estimator:
+    """What layout and messages take a call for."""
+    return replace(estimator("gae"), inputs=("logprobs", "values"))
+
+
+def _shaping_call(
+    layout: Layout, options: PPOOptions, floats: Mapping[str, Tensor], flags: Mapping[str, Tensor | None], number: torch.dtype
+) -> ShapingCall:
+    """What there is per token."""
+    log_ratio_limit, kl_limit = options.limits
+    mask, has_eos, ref_logprobs = flags["mask"], flags["has_eos"], floats.get("ref_logprobs")
+    return ShapingCall(
         values=floats["values"],
-        logprobs=floats["logprobs"] if "ref_logprobs" in floats else None,
-        ref_logprobs=floats.get("ref_logprobs"),
+        logprobs=None if ref_logprobs is None else floats["logprobs"],
+        ref_logprobs=ref_logprobs,
         rewards=floats.get("rewards"),
-        mask=flags["mask"],
+        mask=mask,
         attention=flags["attention_mask"],
         has_eos=None if has_eos is None or is_per_segment(has_eos) else has_eos,
         kl=options.kl,
@@ -108,51 +141,39 @@ def resolve_inputs(
         kl_limit=kl_limit,
         ignores_mask=options.masked == "keep",
         kl_everywhere=options.kl_at == "all",
-        padded=flags["mask"] is not None and (segments is None or options.score_at == "post_eos"),
+        padded=mask is not None and (layout.boundaries is None or options.score_at == "post_eos"),
         zero_faults=options.nonfinite == "zero",
         segments=layout.segments,
         length=layout.length,
         cu_seqlens=None if layout.boundaries is None else layout.boundaries.on(layout.device),
         dtype=number,
     )
-    return PPOInputs(
-        layout=layout,
-        backend=chosen,
-        call=call,
-        scores=ScoreCall(
-            scores=_per_sequence(layout, "scores", tensors["scores"]),
-            kl_coef=_kl_coef(layout, options, "ref_logprobs" in floats),
-            has_eos=has_eos.flatten() if has_eos is not None and is_per_segment(has_eos) else None,
-            terminated=terminated,
-            truncated=truncated,
-            bootstrap=bootstrap,
-            bias=options.score_bias,
-            scale=options.score_scale,
-            low=low,
-            high=high,
-            missing_eos_penalty=options.missing_eos_penalty,
-            post_eos=options.score_at == "post_eos",
-            trailing=options.trailing,
-        ),
-        step_rewards=_step_rewards(layout, step_rewards, number),
-        terminated=terminated,
-        truncated=truncated,
+
+
+def _score_call(
+    layout: Layout, options: PPOOptions, tensors: Mapping[str, Any], flags: Mapping[str, Tensor | None], bootstrap: Tensor | None
+) -> ScoreCall:
+    """What there is per sequence."""
+    has_eos, (low, high) = flags["has_eos"], options.score_range
+    return ScoreCall(
+        scores=_per_sequence(layout, "scores", tensors["scores"]),
+        kl_coef=_kl_coef(layout, options, tensors["ref_logprobs"] is not None),
+        has_eos=has_eos.flatten() if has_eos is not None and is_per_segment(has_eos) else None,
+        terminated=flags["terminated"],
+        truncated=flags["truncated"],
         bootstrap=bootstrap,
-        dtype=dtype or _promoted([tensors[name] for name in floats]),
+        bias=options.score_bias,
+        scale=options.score_scale,
+        low=low,
+        high=high,
+        missing_eos_penalty=options.missing_eos_penalty,
+        post_eos=options.score_at == "post_eos",
+        trailing=options.trailing,
     )
 
 
-def _promoted(tensors: Sequence[Tensor]) -> torch.dtype:
-    dtype = tensors[0].dtype
-    for tensor in tensors[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
-
-
-def _by_stop_reason(layout: Layout, tensors: Mapping[str, Any], reasons: Sequence[str] | None) -> dict[str, Tensor]:
+def _by_stop_reason(layout: Layout, tensors: Mapping[str, Any], reasons: Sequence[str]) -> dict[str, Tensor]:
     """The flags that stop reasons stand for."""
-    if reasons is None:
-        return {}
     twice = [name for name in _DIVIDERS if tensors[name] is not None]
     if twice:
         raise InputError(f"{OP}: stop_reasons must not be given with {twice[0]}, got both; drop one of them")
@@ -164,14 +185,16 @@ def _by_stop_reason(layout: Layout, tensors: Mapping[str, Any], reasons: Sequenc
         raise InputError(f"{OP}: stop_reasons must have {layout.segments} entries, one per sequence, got {got}; pass a list of words")
     for reason in words:
         checks.check_option(OP, "stop_reasons", reason, tuple(STOP_REASONS))
-    stopped = torch.tensor([STOP_REASONS[reason] for reason in words], dtype=torch.bool).to(layout.device, non_blocking=True)
-    flags = {"terminated": stopped, "truncated": ~stopped}
+    stopped = torch.tensor([STOP_REASONS[reason] for reason in words], dtype=torch.bool)
+    stopped, cut = torch.stack([stopped, ~stopped]).to(layout.device, non_blocking=True)  # one copy
+    flags = {"terminated": stopped, "truncated": cut}
     return flags if tensors["has_eos"] is not None else {**flags, "has_eos": stopped}
 
 
-def _refuse_per_token(*flags: Tensor | None) -> None:
+def _refuse_per_token(flags: Mapping[str, Tensor | None]) -> None:
     """A cut between a sequence and the step after it would lose the score there."""
-    for name, flag in zip(_DIVIDERS, flags, strict=True):
+    for name in _DIVIDERS:
+        flag = flags[name]
         if flag is not None and not is_per_segment(flag):
             raise InputError(
                 f'{OP}: {name} must have one entry per sequence with score_at="post_eos", got one per token; '
@@ -191,20 +214,19 @@ def _per_sequence(layout: Layout, name: str, tensor: object) -> Tensor | None:
     """[S], of any real dtype."""
     if tensor is None:
         return None
-    if not isinstance(tensor, Tensor):
-        raise InputError(f"{OP}: {name} must be a torch.Tensor, got {type(tensor).__name__}; convert it with torch.as_tensor")
-    if tensor.dtype.is_complex:
-        raise InputError(f"{OP}: {name} must be real numbers, got {tensor.dtype}; convert it with .float()")
-    if tensor.shape != (layout.segments,):
+    given = checks.check_dense(OP, name, tensor)
+    if given.dtype.is_complex:
+        raise InputError(f"{OP}: {name} must be real numbers, got {given.dtype}; convert it with .float()")
+    if given.shape != (layout.segments,):
         raise InputError(
-            f"{OP}: {name} must have shape [{layout.segments}], one entry per sequence, got {list(tensor.shape)}; "
-            + ("squeeze it" if tensor.numel() == layout.segments else "pass rewards per token as rewards=, or one number per sequence")
+            f"{OP}: {name} must have shape [{layout.segments}], one entry per sequence, got {list(given.shape)}; "
+            + ("squeeze it" if given.numel() == layout.segments else "pass rewards per token as rewards=, or one number per sequence")
         )
-    if tensor.device != layout.device:
+    if given.device != layout.device:
         raise InputError(
-            f"{OP}: {name} must be on {layout.device} like logprobs, got {tensor.device}; move it with .to({str(layout.device)!r})"
+            f"{OP}: {name} must be on {layout.device} like logprobs, got {given.device}; move it with .to({str(layout.device)!r})"
         )
-    return tensor.detach().contiguous()
+    return given.detach().resolve_neg().contiguous()
 
 
 def _step_rewards(layout: Layout, given: Any, number: torch.dtype) -> StepRewards | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -76,6 +77,9 @@ class PPOOptions:
         return clip if isinstance(clip, tuple) else (-clip, clip)
 
 
+NAMES = tuple(field.name for field in fields(PPOOptions))
+_PLAIN = frozenset({type(None), bool, int, float, str})  # of which equal ones are alike, and which hold on to nothing
+
 # Checked against each project's own code by tests/test_presets.py.
 PRESETS: dict[str, PPOOptions] = {
     "trl": PPOOptions(kl_clamp=OFF, score_at="post_eos"),
@@ -110,10 +114,17 @@ _WHITENED["areal"] = ("unbiased", "eps_outside")
 
 def resolve_options(op: str, preset: str | None, given: Mapping[str, Any]) -> PPOOptions:
     """The preset's options (None: the recommended ones) with those `given` that are not None in their place, checked."""
+    values = given.values()
+    if type(preset) in _PLAIN and _PLAIN.issuperset(map(type, values)):
+        return _resolved_once(op, preset, tuple(given), *values)
+    return _resolved(op, preset, tuple(given), *values)
+
+
+def _resolved(op: str, preset: str | None, names: tuple[str, ...], *values: Any) -> PPOOptions:
     if preset is not None:
         check_option(op, "preset", preset, tuple(PRESETS))
     base = PPOOptions() if preset is None else PRESETS[preset]
-    chosen = {name: value for name, value in given.items() if value is not None}
+    chosen = {name: value for name, value in zip(names, values, strict=True) if value is not None}
     for name, meant in zip(("whiten_rewards", "whiten_advantages"), _WHITENED.get(preset, ("unbiased", "unbiased")), strict=True):
         if isinstance(chosen.get(name), bool):
             chosen[name] = meant if chosen[name] else OFF
@@ -122,6 +133,10 @@ def resolve_options(op: str, preset: str | None, given: Mapping[str, Any]) -> PP
     options = replace(base, **chosen)
     _check(op, options)
     return options
+
+
+# Checks take longer than a launch, and a run calls with the same options again and again. 1, 1.0 and True are told apart.
+_resolved_once = lru_cache(maxsize=256, typed=True)(_resolved)
 
 
 def whitenings(op: str, options: PPOOptions) -> tuple[Whitening | None, Whitening | None]:
@@ -139,13 +154,13 @@ def _check(op: str, options: PPOOptions) -> None:
         value = getattr(options, name)
         if not isinstance(value, Whitening):
             check_option(op, name, value, words)
-    for field in fields(options):
-        if field.name in ("score_bias", "score_scale"):
-            _check_number(op, field.name, getattr(options, field.name), -math.inf, finite=True)
-        if field.name in ("missing_eos_penalty", "length_adaptive_alpha"):
-            _check_number(op, field.name, getattr(options, field.name), 0.0, finite=True)
-        if field.name in ("log_ratio_limit", "kl_limit"):
-            _check_number(op, field.name, getattr(options, field.name), 0.0, finite=False)
+    for name in NAMES:
+        if name in ("score_bias", "score_scale"):
+            _check_number(op, name, getattr(options, name), -math.inf, finite=True)
+        if name in ("missing_eos_penalty", "length_adaptive_alpha"):
+            _check_number(op, name, getattr(options, name), 0.0, finite=True)
+        if name in ("log_ratio_limit", "kl_limit"):
+            _check_number(op, name, getattr(options, name), 0.0, finite=False)
     if isinstance(options.kl_coef, Tensor):
         check_floats(op, "kl_coef", options.kl_coef)
     else:

@@ -35,7 +35,7 @@ NO_FAULT = tl.constexpr(shaping.NO_FAULT)
 def parts_of(call: ShapingCall) -> int:
     """Into how many parts each sequence is cut."""
     segments = max(call.segments, 1)
-    return max(1, min(triton.cdiv(_PROGRAMS, segments), triton.cdiv(call.tokens, segments * BLOCK)))
+    return max(1, min(-(-_PROGRAMS // segments), -(-call.tokens // (segments * BLOCK))))
 
 
 def at_a_time(parts: int) -> tuple[int, int]:
