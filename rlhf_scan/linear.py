@@ -36,7 +36,8 @@ def linear_scan(
         segments, dtype, backend, validate: as in `gae`.
 
     Returns:
-        x, in the shape of `a`; differentiable any number of times in a, b and initial. The gradient is the same scan in the other direction.
+        x, in the shape of `a`; differentiable any number of times in a, b and initial. The gradient is the same scan in the other direction;
+        that of b_t is x_next times the one that arrives at t, also where b_t is 0, so it is not finite where x_next is not.
 
     Raises:
         InputError, BackendError: as in `gae`.
@@ -83,7 +84,9 @@ class _LinearScan(torch.autograd.Function):
         x_next = torch.where(starts, first, x_next).reshape(x.shape)
         grad_initial = None
         if initial is not None:
-            at_starts = torch.where(starts, b.flatten() * g.flatten(), 0).to(initial.dtype)
+            # Where b is 0 nothing passes back either. Not selecting on the product keeps the second derivative there.
+            passing = torch.where((b == 0) & ~g.isfinite(), 0, g)
+            at_starts = torch.where(starts, b.flatten() * passing.flatten(), 0).to(initial.dtype)
             grad_initial = torch.zeros_like(initial).index_add(0, owner, at_starts)
         return g.to(ctx.a_dtype), (g * x_next).to(b.dtype), grad_initial, None, None, None, None, None
 

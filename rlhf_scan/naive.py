@@ -31,9 +31,14 @@ class Step:
     terminated: bool
 
 
-def carried(b: float, x_next: float) -> float:
-    """b * x_next; where nothing follows (0) nothing is carried, whatever b is."""
-    return b * x_next if x_next else 0.0
+def passed(step: Step, a: float, b: float, x: Numbers) -> float:
+    """a + b * x_next, x_next being the end's value where the segment ends.
+
+    Where b is 0 nothing passes, not even NaN; where the value after the end is 0 nothing is carried, whatever b is.
+    """
+    if step.next is None:
+        return a + b * step.end if b and step.end else a
+    return a + b * x[step.next] if b else a
 
 
 def gae(
@@ -49,9 +54,9 @@ def gae(
             advantages[t] = value_advantages[t] = delta
             continue
         delta = rewards[t] + gamma[t] * values[step.next] - values[t]
-        advantages[t] = delta + gamma[t] * lam[t] * advantages[step.next]
+        advantages[t] = passed(step, delta, gamma[t] * lam[t], advantages)
         value_lam = lam[t] if lam_value is None else lam_value[t]
-        value_advantages[t] = delta + gamma[t] * value_lam * value_advantages[step.next]
+        value_advantages[t] = passed(step, delta, gamma[t] * value_lam, value_advantages)
     return advantages, {t: value_advantages[t] + values[t] for t in value_advantages}
 
 
@@ -59,8 +64,7 @@ def discounted_returns(steps: Sequence[Step], rewards: Tokens, *, gamma: Tokens)
     """G_t = r_t + gamma * G_{t+1}."""
     returns: Numbers = {}
     for step in steps:
-        following = step.end if step.next is None else returns[step.next]
-        returns[step.token] = rewards[step.token] + carried(gamma[step.token], following)
+        returns[step.token] = passed(step, rewards[step.token], gamma[step.token], returns)
     return (returns,)
 
 
@@ -72,7 +76,7 @@ def lambda_returns(steps: Sequence[Step], rewards: Tokens, values: Tokens, *, ga
         if step.next is None:
             returns[t] = rewards[t] + gamma[t] * step.end
         else:
-            returns[t] = rewards[t] + gamma[t] * ((1 - lam[t]) * values[step.next] + lam[t] * returns[step.next])
+            returns[t] = passed(step, rewards[t] + gamma[t] * (1 - lam[t]) * values[step.next], gamma[t] * lam[t], returns)
     return (returns,)
 
 
@@ -109,8 +113,9 @@ def vtrace(
         next_target = step.end if step.next is None else targets[step.next]
         delta = rho * (rewards[t] + gamma[t] * next_value - values[t])
         targets[t] = values[t] + delta
-        if step.next is not None:
-            targets[t] += gamma[t] * lam[t] * smaller(c_bar[t], weight) * (next_target - next_value)
+        trace = gamma[t] * lam[t] * smaller(c_bar[t], weight)
+        if step.next is not None and trace:
+            targets[t] += trace * (next_target - next_value)
         advantages[t] = rho * (rewards[t] + gamma[t] * next_target - values[t])
     return targets, advantages
 
@@ -139,7 +144,9 @@ def retrace(
         if step.next is not None:
             next_target = targets[step.next]
             c = smaller(c_bar[step.next], ratio(behavior_logprobs[step.next], target_logprobs[step.next]))
-            targets[t] += gamma[t] * lam[t] * c * (next_target - q_values[step.next])
+            trace = gamma[t] * lam[t] * c
+            if trace:
+                targets[t] += trace * (next_target - q_values[step.next])
         rho = smaller(rho_bar[t], ratio(behavior_logprobs[t], target_logprobs[t]))
         advantages[t] = rho * (rewards[t] + gamma[t] * next_target - q_values[t])
     return targets, advantages
@@ -149,8 +156,8 @@ def eligibility_traces(steps: Sequence[Step], inputs: Tokens, *, gamma: Tokens, 
     """e_t = x_t + gamma * lam * e_{t-1} (Sutton & Barto 2018, 12.2)."""
     traces: Numbers = {}
     for step in steps:
-        before = step.end if step.next is None else traces[step.next]
-        traces[step.token] = inputs[step.token] + carried(gamma[step.token] * lam[step.token], before)
+        t = step.token
+        traces[t] = passed(step, inputs[t], gamma[t] * lam[t], traces)
     return (traces,)
 
 
@@ -158,7 +165,7 @@ def episodic_cumsum(steps: Sequence[Step], inputs: Tokens) -> tuple[Numbers]:
     """s_t = x_t + s_{t-1}."""
     sums: Numbers = {}
     for step in steps:
-        sums[step.token] = inputs[step.token] + (step.end if step.next is None else sums[step.next])
+        sums[step.token] = passed(step, inputs[step.token], 1.0, sums)
     return (sums,)
 
 
@@ -166,6 +173,5 @@ def linear_scan(steps: Sequence[Step], a: Tokens, b: Tokens) -> tuple[Numbers]:
     """x_t = a_t + b_t * x_next."""
     x: Numbers = {}
     for step in steps:
-        t = step.token
-        x[t] = a[t] + carried(b[t], step.end if step.next is None else x[step.next])
+        x[step.token] = passed(step, a[step.token], b[step.token], x)
     return (x,)

@@ -152,7 +152,9 @@ def _chain(pieces: Array, carries: Array, reverse: bool) -> None:
             continue
         entering = leaving if pieces[piece, 0] == previous else np.zeros_like(leaving)
         previous = pieces[piece, 0]
-        leaving = carries[piece, :2] + np.where(entering != 0, carries[piece, 2:] * entering, 0).astype(carries.dtype)
+        decay = carries[piece, 2:]
+        passes = (entering != 0) & (decay != 0)
+        leaving = carries[piece, :2] + np.multiply(decay, entering, where=passes, out=np.zeros_like(entering))
         carries[piece, :2] = entering
 
 

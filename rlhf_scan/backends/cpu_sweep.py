@@ -15,14 +15,10 @@ from numba import njit
 
 from ..call import MASK_MODES
 from ..estimators import Estimator
+from .cpu_arrays import OPTIONS, at, blanker, compiled, index, rate_reader, reader, writer
 from .formulas import compiled_formula
 
 SKIP, ZERO, KEEP = (MASK_MODES.index(mode) for mode in ("skip", "zero", "keep"))
-
-
-# No reference counts: nothing here makes or keeps an array, and counting costs more than the arithmetic. Products and sums may fuse.
-_OPTIONS: dict[str, Any] = {"_nrt": False, "fastmath": {"contract"}}
-compiled = njit(forceinline=True, **_OPTIONS)
 
 
 @lru_cache(maxsize=256)
@@ -35,13 +31,14 @@ def compiled_sweep(
     enters each piece from `carries` and writes the outputs; an `aggregate` sweep writes to `carries` what each piece does to a carry.
     Kinds tell how a number is indexed: by nothing (0), segment (1) or token (2).
     """
-    read = _reader(tuple(range(len(entry.inputs))))
+    read = reader(tuple(range(len(entry.inputs))))
     coefficients, results = (compiled_formula(formula, _OWN, compiled) for formula in (entry.coefficients, entry.results))
     read_following = _following(entry, following, number)
-    read_rates = [_rate_reader(sum(rates[:channel]), count, rates_following, number) for channel, count in enumerate(rates)]
-    step = _step(_coefficients(coefficients, read_rates), read_following, entry.end in ("carry", "initial"), number, aggregate)
-    outputs = _outputs(results, _writer(len(entry.outputs)), read_rates[0])
-    sweep: Callable[..., None] = _sweep(step, read, outputs, _blanker(len(entry.outputs)), entry.reverse, number, aggregate)
+    read_rates = [rate_reader(sum(rates[:channel]), count, rates_following, number) for channel, count in enumerate(rates)]
+    build = _coefficients(coefficients, read_rates)
+    steps = [_step(build, read_following, entry.end in ("carry", "initial"), number, aggregate, select) for select in (True, False)]
+    outputs = _outputs(results, writer(len(entry.outputs)), read_rates[0])
+    sweep: Callable[..., None] = _sweep(steps, read, outputs, blanker(len(entry.outputs)), entry.reverse, number, aggregate)
     return sweep
 
 
@@ -60,7 +57,7 @@ _OWN = {"minimum": _minimum, "exp": _exp}
 
 def _following(entry: Estimator, following: tuple[int, ...], number: type) -> Any:
     """(arrays, here, preceding, on, end, terminated) -> what the builder reads of the next step, `preceding`, or -1 where the segment ends."""
-    read, zero = _reader(following), number(0)
+    read, zero = reader(following), number(0)
     if entry.continuation is None:
 
         @compiled
@@ -77,32 +74,6 @@ def _following(entry: Estimator, following: tuple[int, ...], number: type) -> An
         return read(arrays, preceding, continues and on, zero if continues else value) + (value,)
 
     return with_continuation
-
-
-def _reader(indices: tuple[int, ...]) -> Any:
-    """(arrays, t, on, otherwise) -> those arrays' entries at t, or what stands in for them."""
-    if not indices:
-        return compiled(lambda arrays, t, on, otherwise: ())
-    head, last = _reader(indices[:-1]), indices[-1]
-    return compiled(lambda arrays, t, on, otherwise: head(arrays, t, on, otherwise) + ((arrays[last][t] if on else otherwise),))
-
-
-def _rate_reader(first: int, count: int, following: tuple[int, ...], number: type) -> Any:
-    """(arrays, kinds, segment, t, preceding) -> `count` rates from `first` on; those `following` at `preceding`, 0 where it is -1."""
-    if count == 0:
-        return compiled(lambda arrays, kinds, segment, t, preceding: ())
-    head, last, zero = _rate_reader(first, count - 1, following, number), first + count - 1, number(0)
-
-    @compiled
-    def read(arrays, kinds, segment, t, preceding):
-        return head(arrays, kinds, segment, t, preceding) + (arrays[last][_index(kinds[last], segment, t)],)
-
-    @compiled
-    def read_following(arrays, kinds, segment, t, preceding):
-        there = kinds[last] != 2 or preceding >= 0
-        return head(arrays, kinds, segment, t, preceding) + ((arrays[last][_index(kinds[last], segment, preceding)] if there else zero),)
-
-    return read_following if count - 1 in following else read
 
 
 def _coefficients(coefficients: Any, read_rates: list[Any]) -> Any:
@@ -127,39 +98,6 @@ def _coefficients(coefficients: Any, read_rates: list[Any]) -> Any:
     return two
 
 
-def _writer(count: int) -> Any:
-    """(arrays, t, on, values): write each value to its array, or 0."""
-    if count == 0:
-        return compiled(lambda arrays, t, on, values: None)
-    head, last = _writer(count - 1), count - 1
-
-    @compiled
-    def write(arrays, t, on, values):
-        head(arrays, t, on, values)
-        arrays[last][t] = values[last] if on else 0
-
-    return write
-
-
-def _blanker(count: int) -> Any:
-    """(arrays, t): write 0 to each array."""
-    if count == 0:
-        return compiled(lambda arrays, t: None)
-    head, last = _blanker(count - 1), count - 1
-
-    @compiled
-    def blank(arrays, t):
-        head(arrays, t)
-        arrays[last][t] = 0
-
-    return blank
-
-
-@compiled
-def _index(kind, segment, t):
-    return 0 if kind == 0 else (segment if kind == 1 else t)
-
-
 @compiled
 def _flushed(decay, tiny):
     """`decay`, or 0 once it is subnormal: it would never reach 0 by rounding, and each step would take a hundred cycles."""
@@ -167,12 +105,17 @@ def _flushed(decay, tiny):
 
 
 @compiled
+def _is_finite(state):
+    return math.isfinite(state[0]) and math.isfinite(state[1]) and math.isfinite(state[2]) and math.isfinite(state[3])
+
+
+@compiled
 def _flagged(flag, kind, segment, t, last):
     if kind == 0:
         return False
     if kind == 1:
-        return t == last and flag[segment]
-    return flag[t]
+        return t == last and at(flag, segment)
+    return at(flag, t)
 
 
 @compiled
@@ -194,7 +137,7 @@ def _end_at(t, segment, first, last, flags, kinds, bootstrap, direction):
         return -1, absent, True
     if kinds[3] == 1 and t != (last if reverse else first):
         return -1, absent, False
-    return -1, bootstrap[_index(kinds[3], segment, t)], False
+    return -1, at(bootstrap, index(kinds[3], segment, t)), False
 
 
 @compiled
@@ -203,7 +146,7 @@ def _plain(t, count, segment, first, last, flags, kinds, direction):
     if kinds[0] == 0 and kinds[1] == 0 and kinds[2] == 0:
         return count
     for i in range(count):
-        if (kinds[0] != 0 and not flags[0][t]) or _ends_before(t, segment, first, last, flags, kinds, direction):
+        if (kinds[0] != 0 and not at(flags[0], t)) or _ends_before(t, segment, first, last, flags, kinds, direction):
             return i
         t += -1 if direction[0] else 1
     return count
@@ -213,7 +156,7 @@ def _plain(t, count, segment, first, last, flags, kinds, direction):
 def _precedes(t, count, segment, first, last, flags, kinds, masked, bootstrap, direction):
     """What a piece finds beside it, where the scan has taken `count` tokens, the last at t: (the step or -1, value after the end, terminated)."""
     for _ in range(count):
-        if kinds[0] == 0 or masked != SKIP or flags[0][t]:
+        if kinds[0] == 0 or masked != SKIP or at(flags[0], t):
             return t, bootstrap.dtype.type(0), False
         if _ends_before(t, segment, first, last, flags, kinds, direction):
             return _end_at(t, segment, first, last, flags, kinds, bootstrap, direction)
@@ -221,9 +164,18 @@ def _precedes(t, count, segment, first, last, flags, kinds, masked, bootstrap, d
     return -1, bootstrap.dtype.type(0), False
 
 
-def _step(coefficients: Any, read_following: Any, end_is_carry: bool, number: type, aggregate: bool) -> Any:
-    """One step of both channels: their x and decay before it -> after it. Only an `aggregate` keeps track of the decays."""
+def _step(coefficients: Any, read_following: Any, end_is_carry: bool, number: type, aggregate: bool, select: bool) -> Any:
+    """One step of both channels: their x and decay before it -> after it. Only an `aggregate` keeps track of the decays.
+
+    One that does not `select` multiplies what it must not read by b = 0: it is right where x comes out finite.
+    """
     zero, tiny = number(0), np.finfo(number).tiny
+
+    @compiled
+    def passed(a, b, x):
+        if select and b == zero:
+            return number(a)
+        return number(a + b * x)
 
     @compiled
     def step(t, here, end, on_preceding, state, inputs, rates, rate_kinds, segment):
@@ -233,11 +185,11 @@ def _step(coefficients: Any, read_following: Any, end_is_carry: bool, number: ty
         (a, b), (c, d) = coefficients(here, following, rates, rate_kinds, segment, t, preceding)
         if preceding >= 0:
             if aggregate:
-                decay_x, decay_y = _flushed(number(b * decay_x), tiny), _flushed(number(d * decay_y), tiny)
-            return (number(a + b * x), number(c + d * y), decay_x, decay_y), following, (x, y), preceding
+                decay_x, decay_y = _flushed(passed(zero, b, decay_x), tiny), _flushed(passed(zero, d, decay_y), tiny)
+            return (passed(a, b, x), passed(c, d, y), decay_x, decay_y), following, (x, y), preceding
         # Where nothing follows (0), nothing is carried, whatever b is.
         if end_is_carry and value != zero:
-            return (number(a + b * value), number(c + d * value), zero, zero), following, (zero, zero), preceding
+            return (passed(a, b, value), passed(c, d, value), zero, zero), following, (zero, zero), preceding
         return (number(a), number(c), zero, zero), following, (zero, zero), preceding
 
     return step
@@ -255,12 +207,13 @@ def _outputs(results: Any, write: Any, read_rates: Any) -> Any:
     return outputs
 
 
-def _sweep(step: Any, read: Any, write: Any, blank: Any, reverse: bool, number: type, aggregate: bool) -> Any:
+def _sweep(steps: Any, read: Any, write: Any, blank: Any, reverse: bool, number: type, aggregate: bool) -> Any:
     """The loop over a piece's tokens, in the order of the scan."""
     zero, one = number(0), number(1)
     forward = -1 if reverse else 1
+    step, plain_step = steps
 
-    @njit(nogil=True, **_OPTIONS)
+    @njit(nogil=True, **OPTIONS)
     def sweep(pieces, carries, outputs, inputs, rates, rate_kinds, flags, kinds, masked, starts, bootstrap, bounds):
         direction = (reverse, starts)
         for row in range(len(pieces)):
@@ -270,13 +223,14 @@ def _sweep(step: Any, read: Any, write: Any, blank: Any, reverse: bool, number: 
             end = _precedes(beside, count, segment, first, last, flags, kinds, masked, bootstrap, direction)
             state = (carries[piece, 0], carries[piece, 1], one, one)
             t, left = (stop - 1 if reverse else begin), stop - begin
+            resume = left
             while left > 0:
                 if _ends_before(t, segment, first, last, flags, kinds, direction):
                     end = _end_at(t, segment, first, last, flags, kinds, bootstrap, direction)
-                trainable = kinds[0] == 0 or flags[0][t]
+                trainable = kinds[0] == 0 or at(flags[0], t)
                 if trainable or masked != SKIP:
                     here = read(inputs, t, trainable or masked == KEEP, zero)
-                    on_preceding = kinds[0] == 0 or masked != ZERO or flags[0][max(end[0], 0)]
+                    on_preceding = kinds[0] == 0 or masked != ZERO or at(flags[0], max(end[0], 0))
                     taken = step(t, here, end, on_preceding, state, inputs, rates, rate_kinds, segment)
                     state, end = taken[0], (t, zero, False)
                     if not aggregate:
@@ -284,16 +238,23 @@ def _sweep(step: Any, read: Any, write: Any, blank: Any, reverse: bool, number: 
                 elif not aggregate:
                     blank(outputs, t)
                 t, left = t + forward, left - 1
+                if left > resume or not trainable or end[0] != t - forward:
+                    continue
                 # The common case, tokens that nothing sets apart from the one before, in a loop without a branch.
-                plain = _plain(t, left, segment, first, last, flags, kinds, direction) if trainable and end[0] == t - forward else 0
-                for t in range(t, t + plain * forward, forward):  # noqa: B020
-                    here = read(inputs, t, True, zero)
-                    taken = step(t, here, (t - forward, zero, False), True, state, inputs, rates, rate_kinds, segment)
+                plain = _plain(t, left, segment, first, last, flags, kinds, direction)
+                before = state
+                for u in range(t, t + plain * forward, forward):
+                    here = read(inputs, u, True, zero)
+                    taken = plain_step(u, here, (u - forward, zero, False), True, state, inputs, rates, rate_kinds, segment)
                     state = taken[0]
                     if not aggregate:
-                        write(outputs, t, True, taken, here, rates, rate_kinds, segment)
-                if plain > 0:
-                    end, t, left = (t, zero, False), t + forward, left - plain
+                        write(outputs, u, True, taken, here, rates, rate_kinds, segment)
+                if _is_finite(state):
+                    t, left = t + plain * forward, left - plain
+                    end = (t - forward, zero, False)
+                else:
+                    # NaN and inf stay once they are there, maybe beyond a b of 0: take these tokens one by one.
+                    state, resume = before, left - plain
             if aggregate:
                 carries[piece, 0], carries[piece, 1], carries[piece, 2], carries[piece, 3] = state
 
