@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -288,8 +289,6 @@ def test_every_launch_is_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch) 
     """Triton launches on the current device, which need not be the tensors'."""
     from triton.runtime import interpreter  # type: ignore[import-untyped]
 
-    from rlhf_scan.backends import triton_places, triton_shaping, triton_whiten
-
     inside, names = 0, []
 
     @contextlib.contextmanager
@@ -305,17 +304,23 @@ def test_every_launch_is_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch) 
         names.append((executor.fn.__name__, inside))
         return launch(executor, *given, **options)
 
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", recorded)
-    for module in (triton_backend, triton_places, triton_shaping, triton_whiten):
-        monkeypatch.setattr(module, "on_device_of", entered)
+    def calls() -> None:
+        pack = Segments.from_lengths([5, 3])
+        for whiten_rewards in (False, True):
+            rlhf_scan.ppo_advantages(
+                flat, flat, flat, torch.ones(2), mask=torch.ones(8), segments=pack, whiten_rewards=whiten_rewards, backend="triton"
+            )
+        policy = {"policy_probs": actions, "actions": torch.zeros(2, 4, dtype=torch.int64)}
+        rlhf_scan.retrace_from_policy(rows, rows, actions, actions, rows, **policy, backend="triton")
+
     rows, actions = torch.zeros(2, 4), torch.zeros(2, 4, 3)
-    pack = Segments.from_lengths([5, 3])
     flat = rows.flatten()
-    rlhf_scan.ppo_advantages(flat, flat, flat, torch.ones(2), mask=torch.ones(8), segments=pack, backend="triton")
-    rlhf_scan.retrace_from_policy(
-        rows, rows, actions, actions, rows, policy_probs=actions, actions=torch.zeros(2, 4, dtype=torch.int64), backend="triton"
-    )
-    assert {"scan_tiles", "_fill_slots", "_locate", "_place", "_shape", "_kept", "_tile_statistics", "_merge", "_whiten"} <= {
-        name for name, _ in names
-    }
+    calls()  # which imports what launches
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", recorded)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("rlhf_scan.backends.") and name != triton_launch.__name__ and hasattr(module, "on_device_of"):
+            monkeypatch.setattr(module, "on_device_of", entered)
+    calls()
+    ours = {"_locate", "_place", "_shape", "_kept", "_tile_statistics", "_sound_statistics", "_merge", "_whiten"}
+    assert {"scan_tiles", "_fill_slots", *ours} <= {name for name, _ in names}
     assert [name for name, depth in names if depth == 0] == []

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 import triton
@@ -17,7 +17,8 @@ from ..call import is_per_segment
 from ..shaping import FAULTS, Located, Placed, ScoreCall, Sequences, ShapingCall
 from .formulas import compiled_formula
 from .triton_launch import Launcher, on_device_of
-from .triton_parts import BLOCK, NO_FAULT, WARPS, at_a_time, bounds_of, flag, is_finite, is_set, part_of, parts_of
+from .triton_locate import located, parts_located
+from .triton_parts import NO_FAULT, WARPS, at_a_time, bounds_of, flag, is_finite
 
 _SCORES, _KL_COEF, _BOOTSTRAP = (tl.constexpr(FAULTS.index(name)) for name in ("scores", "kl_coef", "bootstrap"))
 
@@ -26,17 +27,8 @@ def place(call: ShapingCall, scores: ScoreCall) -> Sequences:
     """Where each sequence ends, and what there is once per sequence."""
     with on_device_of(call.values):
         # Where nobody says otherwise a sequence ends with its last token.
-        parts, table = (1, None) if call.mask is None and call.has_eos is None else _parts_located(call)
+        parts, table = (1, None) if call.mask is None and call.has_eos is None else parts_located(call)
         return _placed(call, scores, parts, table)
-
-
-def _parts_located(call: ShapingCall) -> tuple[int, Tensor]:
-    """How many parts a sequence has, and what `_locate` finds in each, [4, S, parts]."""
-    parts = parts_of(call)
-    table = torch.empty(4, call.segments, parts, dtype=torch.int64, device=call.values.device)
-    flags = flag(call.mask), flag(call.attention), flag(call.has_eos)
-    _locator(call.padded)(call.segments * parts, *flags, call.cu_seqlens, table, call.length or 0, call.segments, call.tokens, parts)
-    return parts, table
 
 
 def _placed(call: ShapingCall, given: ScoreCall, parts: int, table: Tensor | None) -> Sequences:
@@ -86,11 +78,6 @@ def _kind(tensor: Tensor | None) -> int:
     return 0 if tensor is None else 1 if is_per_segment(tensor) else 2
 
 
-@cache
-def _locator(padded: bool) -> Launcher:
-    return Launcher(_locate, {"PADDED": padded, "BLOCK": BLOCK}, num_warps=WARPS)
-
-
 @lru_cache(maxsize=256)
 def _placer(
     post_eos: bool, trailing: str, zero: bool, dtype: torch.dtype, terminated: int, bootstrap: int, rows: int, width: int
@@ -137,56 +124,6 @@ _lacks_eos, _score_paid, _slot_after, _token_of_score, _with_fault = (
 )
 
 
-@triton.jit(do_not_specialize=["length", "segments", "tokens", "parts"])
-def _locate(mask, attention, has_eos, cu_seqlens, table, length, segments, tokens, parts, PADDED: tl.constexpr, BLOCK: tl.constexpr):
-    """Of each part: its last trainable token, its last that is no padding, how many trainable ones, how many of these end a sequence."""
-    _, _, first, end = part_of(cu_seqlens, length, tokens, parts, BLOCK)
-    lanes = tl.arange(0, BLOCK)
-    last = tl.full([BLOCK], -1, tl.int64)
-    real = tl.full([BLOCK], -1, tl.int64)
-    trainable = tl.zeros([BLOCK], tl.int32)
-    eos = tl.zeros([BLOCK], tl.int32)
-    for begin in tl.range(first, end, BLOCK):
-        token = begin + lanes
-        there = token < end
-        live = there
-        if mask is not None:
-            live = is_set(mask, token, there)
-        last = tl.where(live, token, last)
-        trainable += live.to(tl.int32)
-        if has_eos is not None:
-            eos += is_set(has_eos, token, live).to(tl.int32)
-        if attention is not None:
-            real = tl.where(is_set(attention, token, there), token, real)
-        elif not PADDED:
-            real = tl.where(there, token, real)
-    entry = table + tl.program_id(0).to(tl.int64)
-    size = segments.to(tl.int64) * parts
-    tl.store(entry, tl.max(last))
-    tl.store(entry + size, tl.max(real))
-    tl.store(entry + 2 * size, tl.sum(trainable.to(tl.int64)))
-    tl.store(entry + 3 * size, tl.sum(eos.to(tl.int64)))
-
-
-@triton.jit
-def _located(table, sequence, there, segments, parts, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """From what the parts of sequences found to the sequences' `Located`."""
-    last = tl.full([ROWS], -1, tl.int64)
-    real = tl.full([ROWS], -1, tl.int64)
-    trainable = tl.zeros([ROWS], tl.int64)
-    eos = tl.zeros([ROWS], tl.int64)
-    size = segments.to(tl.int64) * parts
-    for first in tl.range(0, parts, WIDTH):
-        part = first + tl.arange(0, WIDTH)
-        some = there[:, None] & (part < parts)[None, :]
-        entry = table + sequence[:, None] * parts + part[None, :]
-        last = tl.maximum(last, tl.max(tl.load(entry, mask=some, other=-1), 1))
-        real = tl.maximum(real, tl.max(tl.load(entry + size, mask=some, other=-1), 1))
-        trainable += tl.sum(tl.load(entry + 2 * size, mask=some, other=0), 1)
-        eos += tl.sum(tl.load(entry + 3 * size, mask=some, other=0), 1)
-    return last, tl.where(last < 0, -1, tl.maximum(last, real)), trainable, eos
-
-
 @triton.jit
 def _at_end(tensor, sequence, there, step, KIND: tl.constexpr):
     """What a tensor per sequence (1) or per token (2) says of the last step; 0 where there is none."""
@@ -231,7 +168,7 @@ def _place(
         last = tl.where(stop > start, stop - 1, -1)
         end, trainable, eos = last, stop - start, tl.zeros([ROWS], tl.int64)
     else:
-        last, end, trainable, eos = _located(table, sequence, there, segments, parts, ROWS, WIDTH)
+        last, end, trainable, eos = located(table, sequence, there, segments, parts, ROWS, WIDTH)
     slot = tl.full([ROWS], -1, tl.int64)
     if POST_EOS:
         slot = _slot_after(last, end, start, stop)

@@ -214,7 +214,7 @@ def _shape(
     tl.store(kl_sums + program, tl.sum(total))
 
 
-@triton.jit(do_not_specialize=["length", "tokens", "parts"])
+@triton.jit(do_not_specialize=["tokens", "parts"])  # rows of a multiple of 16 are read and written in whole vectors
 def _kept(mask, slots, faults, cu_seqlens, results, length, tokens, parts, BLOCK: tl.constexpr):
     """1 at tokens that are steps, at trainable ones of sequences without a fault, and at steps of these; those of the three that there are."""
     sequence, _, first, end = part_of(cu_seqlens, length, tokens, parts, BLOCK)
