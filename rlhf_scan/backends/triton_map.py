@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .tiles import INTERPRETED, MEDIUM, PROGRAM, SHORT, WIDTH
+from .triton_launch import on_device_of
 
 FIELDS = tl.constexpr(
     8
@@ -63,9 +64,10 @@ def _make(cu_seqlens: Tensor, tokens: int) -> tuple[TileMap, ...]:
     slots = torch.empty(sum(bounds), FIELDS.value, dtype=torch.int32 if tokens < 2**31 - WIDTH else torch.int64, device=device)
     block = min(max(triton.next_power_of_2(segments), _BLOCKS[0]), _BLOCKS[1])
     turns = min(long, tokens // WIDTH + 1, _TURNS)
-    _fill_slots[(turns + triton.cdiv(segments, block),)](
-        cu_seqlens, slots, segments, tokens, *bounds, turns, WIDTH, MEDIUM, SHORT, block, num_warps=min(8, max(1, block // 128))
-    )
+    with on_device_of(cu_seqlens):
+        _fill_slots[(turns + triton.cdiv(segments, block),)](
+            cu_seqlens, slots, segments, tokens, *bounds, turns, WIDTH, MEDIUM, SHORT, block, num_warps=min(8, max(1, block // 128))
+        )
     ordered, medium, short = slots.split(bounds)
     return (
         TileMap(WIDTH, 1, long, ordered),
