@@ -80,8 +80,8 @@ def resolve_inputs(
     checks.check_option(OP, "backend", backend, BACKENDS)
     checks.check_option(OP, "validate", validate, ("shapes", "full"))
     checks.check_dtype(OP, dtype)
-    # Kernels read what memory holds.
-    tensors = {name: given.resolve_neg() if isinstance(given, Tensor) and given.is_neg() else given for name, given in tensors.items()}
+    if any(isinstance(given, Tensor) and given.is_neg() for given in tensors.values()):  # kernels read what memory holds
+        tensors = {name: given.resolve_neg() if isinstance(given, Tensor) else given for name, given in tensors.items()}
     layout = checks.resolve_layout(OP, _like(), tensors["logprobs"], segments)
     if validate == "full":
         check_boundaries(layout)

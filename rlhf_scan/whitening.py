@@ -143,7 +143,7 @@ def statistics(
     A `process_group` of gloo waits for it; see `rlhf_scan.ranks`. Arguments as in `whiten`; `op` is whom messages speak for.
     """
     chosen = _backend(op, x, backend)
-    found = _run("statistics", _flat(x), _flat_mask(op, x, mask), chosen)
+    found = _run("statistics", (_flat(x), _flat_mask(op, x, mask)), chosen)
     return over_ranks(found, process_group, backend=backend)
 
 
@@ -155,7 +155,7 @@ def over_ranks(found: Tensor, process_group: ProcessGroup | None, *, backend: st
 def merge(parts: Tensor, *, backend: str = "auto") -> Tensor:
     """The statistics of all tokens that `parts`, float64 [P, 3], stand for (Chan et al. 1979); in the order of the parts."""
     chosen = choose_backend(backend, parts.device)
-    return _run("merge_statistics", parts, chosen)
+    return _run("merge_statistics", (parts,), chosen)
 
 
 def apply(
@@ -171,9 +171,7 @@ def apply(
     """`x` whitened with given statistics, in the shape of `x`; 0 at masked tokens."""
     result = _run(
         "whiten",
-        _flat(x),
-        _flat_mask(op, x, mask),
-        statistics,
+        (_flat(x), _flat_mask(op, x, mask), statistics),
         whitening.shift_mean,
         whitening.scale,
         whitening.unbiased,
@@ -214,11 +212,10 @@ def _module(backend: str) -> WhiteningBackend:
     return cast(WhiteningBackend, importlib.import_module(f".backends.{backend}_whiten", __package__))
 
 
-def _run(name: str, *arguments: Any) -> Tensor:
+def _run(name: str, tensors: tuple[Tensor | None, ...], *options: Any) -> Tensor:
     """The op of that name; what it does, at once, where nothing watches operators: a call of an op takes longer than a small launch."""
-    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-    watched = intercepted() or any(type(tensor) is not Tensor or tensor.is_neg() for tensor in tensors)
-    found: Tensor = (getattr(torch.ops.rlhf_scan, name) if watched else _OPS[name])(*arguments)
+    watched = intercepted() or any(tensor is not None and (type(tensor) is not Tensor or tensor.is_neg()) for tensor in tensors)
+    found: Tensor = (getattr(torch.ops.rlhf_scan, name) if watched else _OPS[name])(*tensors, *options)
     return found
 
 

@@ -38,10 +38,8 @@ def _placed(call: ShapingCall, given: ScoreCall, parts: int, table: Tensor | Non
     places = torch.empty(8, room, dtype=torch.int64, device=device)
     numbers = torch.empty(2, room, dtype=call.dtype, device=device)
     truncated = given.truncated if given.truncated is not None and is_per_segment(given.truncated) else None
-    missing, cut = (
-        torch.empty(segments, dtype=torch.bool, device=device) if wanted else None
-        for wanted in (given.missing_eos_penalty != 0, truncated is not None)
-    )
+    missing = torch.empty(segments, dtype=torch.bool, device=device) if given.missing_eos_penalty else None
+    cut = None if truncated is None else torch.empty(segments, dtype=torch.bool, device=device)
     kl_coef = given.kl_coef if isinstance(given.kl_coef, Tensor) else None
     rows, width = at_a_time(parts)
     launcher = _placer(
@@ -68,8 +66,10 @@ def _placed(call: ShapingCall, given: ScoreCall, parts: int, table: Tensor | Non
         float(given.high),
         float(given.missing_eos_penalty),
     )
-    start, last, end, trainable, eos, place, slot, fault = places[:, :segments].unbind(0)
-    score, kl_coef = numbers[:, :segments].unbind(0)
+    if room != segments:
+        places, numbers = places[:, :segments], numbers[:, :segments]
+    start, last, end, trainable, eos, place, slot, fault = places.unbind(0)
+    score, kl_coef = numbers.unbind(0)
     return Sequences(start, Located(last, end, trainable, eos), Placed(score, place, slot, end), fault, kl_coef, missing, cut)
 
 
