@@ -185,8 +185,9 @@ def _by_stop_reason(layout: Layout, tensors: Mapping[str, Any], reasons: Sequenc
         raise InputError(f"{OP}: stop_reasons must have {layout.segments} entries, one per sequence, got {got}; pass a list of words")
     for reason in words:
         checks.check_option(OP, "stop_reasons", reason, tuple(STOP_REASONS))
-    stopped = torch.tensor([STOP_REASONS[reason] for reason in words], dtype=torch.bool)
-    stopped, cut = torch.stack([stopped, ~stopped]).to(layout.device, non_blocking=True)  # one copy
+    ends = [STOP_REASONS[reason] for reason in words]
+    both = torch.tensor([ends, [not end for end in ends]], dtype=torch.bool).to(layout.device, non_blocking=True)  # one copy
+    stopped, cut = both.unbind(0)
     flags = {"terminated": stopped, "truncated": cut}
     return flags if tensors["has_eos"] is not None else {**flags, "has_eos": stopped}
 
