@@ -31,14 +31,16 @@ class Step:
     terminated: bool
 
 
-def passed(step: Step, a: float, b: float, x: Numbers) -> float:
-    """a + b * x_next, x_next being the end's value where the segment ends.
+def passed(a: float, b: float, x_next: float) -> float:
+    """a + b * x_next; where b is 0 nothing passes, not even NaN."""
+    return a + b * x_next if b else a
 
-    Where b is 0 nothing passes, not even NaN; where the value after the end is 0 nothing is carried, whatever b is.
-    """
+
+def carried(step: Step, a: float, b: float, x: Numbers) -> float:
+    """`passed`, x_next being the end's value where the segment ends; where that is 0 nothing is carried, whatever b is."""
     if step.next is None:
-        return a + b * step.end if b and step.end else a
-    return a + b * x[step.next] if b else a
+        return passed(a, b, step.end) if step.end else a
+    return passed(a, b, x[step.next])
 
 
 def gae(
@@ -54,9 +56,9 @@ def gae(
             advantages[t] = value_advantages[t] = delta
             continue
         delta = rewards[t] + gamma[t] * values[step.next] - values[t]
-        advantages[t] = passed(step, delta, gamma[t] * lam[t], advantages)
+        advantages[t] = passed(delta, gamma[t] * lam[t], advantages[step.next])
         value_lam = lam[t] if lam_value is None else lam_value[t]
-        value_advantages[t] = passed(step, delta, gamma[t] * value_lam, value_advantages)
+        value_advantages[t] = passed(delta, gamma[t] * value_lam, value_advantages[step.next])
     return advantages, {t: value_advantages[t] + values[t] for t in value_advantages}
 
 
@@ -64,7 +66,7 @@ def discounted_returns(steps: Sequence[Step], rewards: Tokens, *, gamma: Tokens)
     """G_t = r_t + gamma * G_{t+1}."""
     returns: Numbers = {}
     for step in steps:
-        returns[step.token] = passed(step, rewards[step.token], gamma[step.token], returns)
+        returns[step.token] = carried(step, rewards[step.token], gamma[step.token], returns)
     return (returns,)
 
 
@@ -73,10 +75,8 @@ def lambda_returns(steps: Sequence[Step], rewards: Tokens, values: Tokens, *, ga
     returns: Numbers = {}
     for step in steps:
         t = step.token
-        if step.next is None:
-            returns[t] = rewards[t] + gamma[t] * step.end
-        else:
-            returns[t] = passed(step, rewards[t] + gamma[t] * (1 - lam[t]) * values[step.next], gamma[t] * lam[t], returns)
+        next_value = step.end if step.next is None else values[step.next]
+        returns[t] = carried(step, rewards[t] + gamma[t] * (1 - lam[t]) * next_value, gamma[t] * lam[t], returns)
     return (returns,)
 
 
@@ -103,6 +103,7 @@ def vtrace(
     c_bar: Tokens,
 ) -> tuple[Numbers, Numbers]:
     """v_t = V_t + rho_t * delta_t + gamma * lam * c_t * (v_{t+1} - V_{t+1});  advantages rho_t * (r_t + gamma * v_{t+1} - V_t) (Espeholt 2018)."""
+    x: Numbers = {}  # v - V
     targets: Numbers = {}
     advantages: Numbers = {}
     for step in steps:
@@ -111,11 +112,10 @@ def vtrace(
         rho = smaller(rho_bar[t], weight)
         next_value = step.end if step.next is None else values[step.next]
         next_target = step.end if step.next is None else targets[step.next]
-        delta = rho * (rewards[t] + gamma[t] * next_value - values[t])
-        targets[t] = values[t] + delta
-        trace = gamma[t] * lam[t] * smaller(c_bar[t], weight)
-        if step.next is not None and trace:
-            targets[t] += trace * (next_target - next_value)
+        x[t] = rho * (rewards[t] + gamma[t] * next_value - values[t])
+        if step.next is not None:
+            x[t] = passed(x[t], gamma[t] * lam[t] * smaller(c_bar[t], weight), x[step.next])
+        targets[t] = x[t] + values[t]
         advantages[t] = rho * (rewards[t] + gamma[t] * next_target - values[t])
     return targets, advantages
 
@@ -134,19 +134,19 @@ def retrace(
     rho_bar: Tokens,
 ) -> tuple[Numbers, Numbers]:
     """T_t = r_t + gamma * E_t + gamma * lam * c_{t+1} * (T_{t+1} - Q_{t+1});  advantages rho_t * (r_t + gamma * T_{t+1} - Q_t) (Munos 2016)."""
+    x: Numbers = {}  # T - Q
     targets: Numbers = {}
     advantages: Numbers = {}
     for step in steps:
         t = step.token
         expected = 0.0 if step.terminated else expected_next_q[t]
-        targets[t] = rewards[t] + gamma[t] * expected
+        x[t] = rewards[t] + gamma[t] * expected - q_values[t]
         next_target = expected
         if step.next is not None:
             next_target = targets[step.next]
             c = smaller(c_bar[step.next], ratio(behavior_logprobs[step.next], target_logprobs[step.next]))
-            trace = gamma[t] * lam[t] * c
-            if trace:
-                targets[t] += trace * (next_target - q_values[step.next])
+            x[t] = passed(x[t], gamma[t] * lam[t] * c, x[step.next])
+        targets[t] = x[t] + q_values[t]
         rho = smaller(rho_bar[t], ratio(behavior_logprobs[t], target_logprobs[t]))
         advantages[t] = rho * (rewards[t] + gamma[t] * next_target - q_values[t])
     return targets, advantages
@@ -157,7 +157,7 @@ def eligibility_traces(steps: Sequence[Step], inputs: Tokens, *, gamma: Tokens, 
     traces: Numbers = {}
     for step in steps:
         t = step.token
-        traces[t] = passed(step, inputs[t], gamma[t] * lam[t], traces)
+        traces[t] = carried(step, inputs[t], gamma[t] * lam[t], traces)
     return (traces,)
 
 
@@ -165,7 +165,7 @@ def episodic_cumsum(steps: Sequence[Step], inputs: Tokens) -> tuple[Numbers]:
     """s_t = x_t + s_{t-1}."""
     sums: Numbers = {}
     for step in steps:
-        sums[step.token] = passed(step, inputs[step.token], 1.0, sums)
+        sums[step.token] = carried(step, inputs[step.token], 1.0, sums)
     return (sums,)
 
 
@@ -173,5 +173,5 @@ def linear_scan(steps: Sequence[Step], a: Tokens, b: Tokens) -> tuple[Numbers]:
     """x_t = a_t + b_t * x_next."""
     x: Numbers = {}
     for step in steps:
-        x[step.token] = passed(step, a[step.token], b[step.token], x)
+        x[step.token] = carried(step, a[step.token], b[step.token], x)
     return (x,)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import device_of
-from estimator_samples import arguments
+from estimator_oracle import Case
+from estimator_samples import arguments, run, sample
 from torch import Tensor
 
 import rlhf_scan
 from rlhf_scan import Segments, linear_scan
 from rlhf_scan.backends import cpu_backend
-from rlhf_scan.estimators import estimator
+from rlhf_scan.estimators import estimator, served
 
 pytestmark = pytest.mark.usefixtures("nan_filled", "no_hang")
 
@@ -132,6 +135,34 @@ def test_nothing_passes_from_piece_to_piece(op: str, rate: str, monkeypatch: pyt
         tokens = 60 + cut  # the pieces of rows of one length are kept from call to call
         test_nothing_passes(op, rate, tokens, cut, 3, nan, "cpu")
         test_nothing_passes(op, rate, tokens, cut, 7, inf, "cpu")
+
+
+def poisoned(case: Case, random: np.random.Generator) -> Case:
+    """With one number that is not finite among the inputs and the rates."""
+    spoilt = copy.deepcopy(case)
+    arrays = [array for array in (*spoilt.inputs.values(), *spoilt.rates.values()) if isinstance(array, np.ndarray)]
+    array = arrays[random.integers(len(arrays))]
+    array.flat[random.integers(array.size)] = random.choice(BAD)
+    return spoilt
+
+
+@pytest.mark.parametrize("op", [entry.name for entry in served()])
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_a_bad_number_is_seen_where_the_definition_has_it(op: str, backend: str) -> None:
+    """Anywhere, and whatever the masks, flags and rates."""
+    random = np.random.default_rng(7)
+    for seed in range(60 if backend == "cpu" else 6):
+        case, layout, dtype = sample(op, seed, torch.float32)
+        if "actions" in case.inputs or not case.tokens:
+            continue
+        case = poisoned(replace(case, rates={name: _not_fading(rate) for name, rate in case.rates.items()}), random)
+        for output, other in zip(*(run(op, case, layout, dtype, which) for which in (backend, "reference")), strict=True):
+            assert torch.equal(output.isfinite(), other.isfinite())
+
+
+def _not_fading(rate: Any) -> Any:
+    """0, or far enough from it for products over all steps."""
+    return np.where(rate < 0.3, 0.0, np.maximum(rate, 0.7)) if isinstance(rate, np.ndarray) else (max(rate, 0.7) if rate else rate)
 
 
 each_direction = pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
