@@ -66,7 +66,7 @@ def _signature(index: int, call: Mapping[str, Any]) -> Any:
     tensors |= {name: call[name] for name in _OPTIONAL if call[name] is not None}
     kinds: list[Any] = []
     for name, tensor in sorted(tensors.items()):
-        kind = _kind(call, tensor)
+        kind = _kind(call, name, tensor)
         if kind is None:
             return index
         kinds.append((name, kind, tensor.dtype, tensor.device))
@@ -74,15 +74,15 @@ def _signature(index: int, call: Mapping[str, Any]) -> Any:
     return call["name"], call.get("masked"), call.get("boundary"), call["dtype"], numbers, tuple(kinds)
 
 
-def _kind(call: Mapping[str, Any], tensor: Any) -> str | None:
-    """Whether "segment", "token", or None where the shape is neither."""
+def _kind(call: Mapping[str, Any], name: str, tensor: Any) -> str | None:
+    """Whether "segment", "token", or None where the shape is neither. Where it is both, an input or a mask is per token, all else per segment."""
     first = _first(call)
     if not isinstance(tensor, Tensor) or not isinstance(first, Tensor) or first.dim() not in (1, 2):
         return None
     segments, tokens = _layout(call)
     if call["segments"] is not None and call["segments"].total not in (None, tokens):
         return None
-    if tensor is not first and tensor.shape == (segments,):
+    if tensor.shape == (segments,) and name not in call["tensors"] and name != "mask":
         return "segment"
     if tensor.shape[:-1] == first.shape:
         return f"{tensor.shape[-1]} actions"
@@ -101,23 +101,25 @@ def _pack(members: Sequence[int], calls: Sequence[Mapping[str, Any]]) -> Batch:
 
 def _joined(calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One packed call that holds all of `calls`, in order."""
-
-    def join(values: Sequence[Any]) -> Any:
-        if not isinstance(values[0], Tensor):
-            return values[0]
-        # What a tensor has beyond the shape of the tokens (actions) stays as it is.
-        extra = max(0, values[0].dim() - _first(lead).dim())
-        return torch.cat([value.reshape(-1, *value.shape[value.dim() - extra :]) for value in values])
-
     lead = calls[0]
+
+    def join(name: str, values: Sequence[Any]) -> Any:
+        first = values[0]
+        if not isinstance(first, Tensor):
+            return first
+        if _kind(lead, name, first) == "segment":
+            return torch.cat(list(values))
+        # What a tensor has beyond the shape of the tokens (actions) stays as it is. Tokens are a row, which is no shape of one entry per segment.
+        extra = max(0, first.dim() - _first(lead).dim())
+        return torch.cat([value.reshape(-1, *value.shape[value.dim() - extra :]) for value in values]).unsqueeze(0)
 
     lengths = [_lengths(call) for call in calls]
     return {
         **lead,
-        "tensors": {name: join([call["tensors"][name] for call in calls]) for name in lead["tensors"]},
-        "rates": {name: join([call["rates"][name] for call in calls]) for name in lead["rates"]},
+        "tensors": {name: join(name, [call["tensors"][name] for call in calls]) for name in lead["tensors"]},
+        "rates": {name: join(name, [call["rates"][name] for call in calls]) for name in lead["rates"]},
         "segments": Segments.from_lengths(torch.cat(lengths)),
-        **{name: join([call[name] for call in calls]) for name in _OPTIONAL},
+        **{name: join(name, [call[name] for call in calls]) for name in _OPTIONAL},
     }
 
 

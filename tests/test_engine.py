@@ -114,6 +114,24 @@ def test_rates_as_tensors_share_a_launch(calls: list[str], kind: str) -> None:
         assert_same_bits(result, LocalEngine().run(request))
 
 
+@pytest.mark.parametrize("name", ["gamma", "terminated", "bootstrap"])
+def test_as_many_segments_as_tokens_together(calls: list[str], name: str) -> None:
+    """A tensor per token stays one, whatever the pack of all requests looks like; one request may have as many segments as tokens by itself."""
+    flag = name == "terminated"
+    given = torch.tensor([[1.0, 0.0, 0.0]] if flag else [[0.5, 0.25, 0.125]])
+    long = CreditRequest("discounted_returns", {"rewards": torch.ones(1, 3), name: given})
+    short = CreditRequest("discounted_returns", {"rewards": torch.ones(1), "lengths": torch.tensor([1, 0, 0]), name: given[0, :1]})
+    assert sum(len(request.tensors.get("lengths", [0])) for request in (long, short)) == 4  # segments, and tokens
+    results = execute([long, short])
+    assert calls == ["discounted_returns"]
+    for request, result in zip((long, short), results, strict=True):
+        assert_same_bits(result, LocalEngine().run(request))
+
+    even = CreditRequest("discounted_returns", {"rewards": torch.ones(2), "lengths": torch.tensor([2, 0]), name: given[0, :2]})
+    for request, result in zip((even, long, even), execute([even, long, even]), strict=True):
+        assert_same_bits(result, LocalEngine().run(request))
+
+
 def test_a_bootstrap_per_token_shares_with_its_like_alone(calls: list[str]) -> None:
     per_token = [with_tensors(request_for("gae", (2, 9), seed), bootstrap=torch.full((2, 9), float(seed))) for seed in range(2)]
     requests = [per_token[0], request_for("gae", (2, 9), 5), per_token[1]]
