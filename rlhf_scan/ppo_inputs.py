@@ -155,6 +155,7 @@ def _score_call(
 ) -> ScoreCall:
     """What there is per sequence."""
     has_eos, (low, high) = flags["has_eos"], options.score_range
+    divided = any(end is not None and not is_per_segment(end) for end in (flags["terminated"], flags["truncated"], bootstrap))
     return ScoreCall(
         scores=_per_sequence(layout, "scores", tensors["scores"]),
         kl_coef=_kl_coef(layout, options, tensors["ref_logprobs"] is not None),
@@ -169,6 +170,7 @@ def _score_call(
         missing_eos_penalty=options.missing_eos_penalty,
         post_eos=options.score_at == "post_eos",
         trailing=options.trailing,
+        trims=flags["mask"] is not None and (options.masked != "skip" or (bootstrap is not None and divided)),
     )
 
 

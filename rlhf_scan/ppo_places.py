@@ -13,11 +13,6 @@ from .ppo_options import PPOOptions
 from .shaping import Placed, ShapingCall
 
 
-def last_steps(placed: Placed) -> Tensor:
-    """The last token of each sequence that takes a step or is passed over, int64 [S]; -1 where it has none."""
-    return torch.maximum(placed.slot, placed.end)
-
-
 def with_step_rewards(call: ShapingCall, steps: StepRewards, options: PPOOptions, placed: Placed) -> tuple[ShapingCall, dict[str, Tensor]]:
     """The call with step rewards among its token rewards; how many were carried back to a trainable token, and how many lost."""
     bounds, sequence = call.boundaries, steps.sequences.clamp(0, max(call.segments - 1, 0))

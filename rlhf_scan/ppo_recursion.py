@@ -16,8 +16,7 @@ from .estimator_class import Estimator
 from .estimators import estimator
 from .ppo_inputs import PPOInputs
 from .ppo_options import PPOOptions
-from .ppo_places import last_steps
-from .shaping import NO_FAULT, Located, Placed, Sequences, Shaped, ShapingCall, Solved, one_pass
+from .shaping import Located, Sequences, ShapingCall, Solved, one_pass
 
 
 def solved_in_stages(
@@ -26,8 +25,8 @@ def solved_in_stages(
     """Advantages and returns of shaped rewards, [N] each, in the dtype of the arithmetic."""
     values = _finite(inputs.call.values) if options.nonfinite == "zero" else inputs.call.values
     call = _gae(inputs, options, sequences.located, {"rewards": rewards, "values": values}, steps)
-    if _needs_trimming(inputs, options):
-        call = _trimmed(call, inputs, sequences.placed)
+    if sequences.trimmed is not None:
+        call = _trimmed(call, sequences.trimmed)
     advantages, returns = ops.run(call, backend_module(inputs.backend))
     return advantages, returns
 
@@ -46,12 +45,10 @@ def solved_in_one_pass(
         "rewards": shaping.rewards,
     }
     call = _gae(inputs, options, sequences.located, {name: tensor for name, tensor in given.items() if tensor is not None}, steps)
-    trimming = _needs_trimming(inputs, options)
-    if trimming:
-        call, sequences = _trimmed(call, inputs, sequences.placed), _with_padding(sequences)
+    if sequences.trimmed is not None:
+        call = _trimmed(call, sequences.trimmed)
     dtypes = (inputs.call.dtype if tallied else inputs.dtype, *[inputs.dtype] * 3)
-    solved = solve(call, shaping, sequences, post_eos=options.score_at == "post_eos" and steps is not None, tallied=tallied, dtypes=dtypes)
-    return replace(solved, shaped=_without_padding(solved.shaped)) if trimming else solved
+    return solve(call, shaping, sequences, post_eos=options.score_at == "post_eos" and steps is not None, tallied=tallied, dtypes=dtypes)
 
 
 @lru_cache(maxsize=16)
@@ -94,26 +91,16 @@ def _finite(tensor: Tensor) -> Tensor:
     return torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def _needs_trimming(inputs: PPOInputs, options: PPOOptions) -> bool:
-    """Whether padding must be cut off a sequence, so that nothing is read there and what follows the end follows the last token."""
-    if inputs.call.mask is None:
-        return False
-    divided = any(flag is not None and not is_per_segment(flag) for flag in (inputs.terminated, inputs.truncated, inputs.bootstrap))
-    return options.masked != "skip" or (inputs.bootstrap is not None and divided)
-
-
-def _trimmed(call: Call, inputs: PPOInputs, placed: Placed) -> Call:
+def _trimmed(call: Call, boundaries: Tensor) -> Call:
     """Each sequence as two segments: what comes up to its last step, and padding, which has no end flags and no bootstrap."""
-    bounds = inputs.call.boundaries
-    stops = torch.maximum(last_steps(placed) + 1, bounds[:-1])
-    boundaries = torch.empty(2 * call.segments + 1, dtype=bounds.dtype, device=bounds.device)
-    boundaries[::2], boundaries[1::2] = bounds, stops
 
     def doubled(rate: Rate) -> Rate:
         return rate.repeat_interleave(2, 0) if isinstance(rate, Tensor) and is_per_segment(rate) else rate
 
     def ends(tensor: Tensor | None) -> Tensor | None:
-        return with_padding(tensor, 0) if tensor is not None and is_per_segment(tensor) else tensor
+        if tensor is None or not is_per_segment(tensor):
+            return tensor
+        return torch.stack([tensor, torch.zeros_like(tensor)], 1).reshape(-1, 1)
 
     return replace(
         call,
@@ -125,24 +112,3 @@ def _trimmed(call: Call, inputs: PPOInputs, placed: Placed) -> Call:
         truncated=ends(call.truncated),
         bootstrap=ends(call.bootstrap),
     )
-
-
-def with_padding(tensor: Tensor, padding: float) -> Tensor:
-    """An entry per sequence, [S] or [S, 1], with one for the padding after each."""
-    return torch.stack([tensor, torch.full_like(tensor, padding)], 1).reshape(-1, *tensor.shape[1:])
-
-
-def _with_padding(sequences: Sequences) -> Sequences:
-    """What the pass reads of them, for each sequence and its padding, where there is no score and nothing is looked for."""
-    placed = sequences.placed
-    return replace(
-        sequences,
-        placed=Placed(with_padding(placed.score, 0), with_padding(placed.place, -1), with_padding(placed.slot, -1), placed.end),
-        kl_coef=with_padding(sequences.kl_coef, 0),
-        fault=with_padding(sequences.fault, NO_FAULT),
-    )
-
-
-def _without_padding(shaped: Shaped) -> Shaped:
-    """Of the sequences alone."""
-    return replace(shaped, fault=shaped.fault[::2].contiguous(), clamped=shaped.clamped[::2], kl_sum=shaped.kl_sum[::2])

@@ -87,6 +87,7 @@ class ScoreCall:
         missing_eos_penalty: subtracted from score' where no trainable token ends the sequence; 0: nobody looks.
         post_eos: the score belongs to the slot after the sequence's end, where there is room.
         trailing: what becomes of the score of a sequence that ends with no trainable token: "carry_back" or "error", "drop", "stay".
+        trims: whether padding must be cut off a sequence, so that nothing is read there and what follows the end follows the last step.
     """
 
     scores: Tensor | None
@@ -102,6 +103,7 @@ class ScoreCall:
     missing_eos_penalty: float
     post_eos: bool
     trailing: str
+    trims: bool
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,7 @@ class Sequences:
         kl_coef: in the call's dtype.
         missing_eos: bool, those that pay for it; None: nobody looked.
         truncated: bool, those that are, and not terminated; None: nobody said it per sequence.
+        trimmed: cu_seqlens int64 [2 S + 1] of each sequence up to its last step, and the padding after it; None: nobody asked.
     """
 
     start: Tensor
@@ -158,6 +161,7 @@ class Sequences:
     kl_coef: Tensor
     missing_eos: Tensor | None
     truncated: Tensor | None
+    trimmed: Tensor | None
 
 
 @dataclass(frozen=True)

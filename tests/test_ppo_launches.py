@@ -74,6 +74,8 @@ MOST: dict[str, tuple[dict[str, Any], int]] = {
     "verl": ({"mask": MASK, "preset": "verl"}, 7),
     "nemo-rl": ({"mask": MASK, "preset": "nemo-rl"}, 7),
     "areal": ({"mask": MASK, "preset": "areal"}, 4),
+    "openrlhf": ({"mask": MASK, "preset": "openrlhf"}, 11),  # padding is cut off: as a pack, whose tiles are mapped
+    "slime": ({"mask": MASK, "preset": "slime"}, 8),
     "rewards whitened": ({"mask": MASK, "whiten_rewards": True}, 12),
 }
 

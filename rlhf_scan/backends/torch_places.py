@@ -28,7 +28,15 @@ def placed(call: ShapingCall, given: ScoreCall, located: Located) -> Sequences:
     fault = _fault(given, found, kl_coef, start)
     if call.zero_faults:
         found = Placed(torch.nan_to_num(score, nan=0.0, posinf=0.0, neginf=0.0), found.place, slot, end)
-    return Sequences(start.clone(), located, found, fault, kl_coef, missing, _truncated(given))
+    trimmed = _trimmed(call, found) if given.trims else None
+    return Sequences(start.clone(), located, found, fault, kl_coef, missing, _truncated(given), trimmed)
+
+
+def _trimmed(call: ShapingCall, placed: Placed) -> Tensor:
+    """Boundaries of sequences up to their last step, and of what follows it."""
+    start = call.boundaries[:-1]
+    stop = torch.maximum(torch.maximum(placed.slot, placed.end) + 1, start)
+    return torch.cat([torch.stack([start, stop], 1).flatten(), call.boundaries[-1:]])
 
 
 def _kl_coef(call: ShapingCall, given: ScoreCall) -> Tensor:

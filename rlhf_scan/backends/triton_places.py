@@ -40,6 +40,7 @@ def _placed(call: ShapingCall, given: ScoreCall, parts: int, table: Tensor | Non
     truncated = given.truncated if given.truncated is not None and is_per_segment(given.truncated) else None
     missing = torch.empty(segments, dtype=torch.bool, device=device) if given.missing_eos_penalty else None
     cut = None if truncated is None else torch.empty(segments, dtype=torch.bool, device=device)
+    trimmed = torch.empty(2 * segments + 1, dtype=torch.int64, device=device) if given.trims else None
     kl_coef = given.kl_coef if isinstance(given.kl_coef, Tensor) else None
     rows, width = at_a_time(parts)
     launcher = _placer(
@@ -54,6 +55,7 @@ def _placed(call: ShapingCall, given: ScoreCall, parts: int, table: Tensor | Non
         places,
         numbers,
         (flag(missing), flag(cut)),
+        trimmed,
         call.length or 0,
         segments,
         call.tokens,
@@ -70,7 +72,7 @@ def _placed(call: ShapingCall, given: ScoreCall, parts: int, table: Tensor | Non
         places, numbers = places[:, :segments], numbers[:, :segments]
     start, last, end, trainable, eos, place, slot, fault = places.unbind(0)
     score, kl_coef = numbers.unbind(0)
-    return Sequences(start, Located(last, end, trainable, eos), Placed(score, place, slot, end), fault, kl_coef, missing, cut)
+    return Sequences(start, Located(last, end, trainable, eos), Placed(score, place, slot, end), fault, kl_coef, missing, cut, trimmed)
 
 
 def _kind(tensor: Tensor | None) -> int:
@@ -139,6 +141,7 @@ def _place(
     places,
     numbers,
     flags,
+    trimmed,
     length,
     segments,
     tokens,
@@ -205,6 +208,10 @@ def _place(
         tl.store(flags[1] + sequence, cut.to(tl.uint8), mask=there)
     if ZERO_FAULTS:
         score = tl.where(is_finite(score), score, 0.0)
+    if trimmed is not None:
+        tl.store(trimmed + 2 * sequence, start, mask=there)
+        tl.store(trimmed + 2 * sequence + 1, tl.maximum(step + 1, start), mask=there)
+        tl.store(trimmed + 2 * sequence + 2, stop, mask=sequence == segments - 1)
 
     tl.store(places + sequence, start, mask=there)
     tl.store(places + room + sequence, last, mask=there)

@@ -33,7 +33,7 @@ from .triton_whiten import merged_lanes
 
 # What a stage is compiled for: each has its own in place of these.
 KL, HAS_KL, HAS_REWARDS, LOG_RATIO_LIMIT, KL_LIMIT, LIMITED = None, False, False, math.inf, math.inf, False
-HAS_MASK, IGNORES_MASK, KL_EVERYWHERE, POST_EOS, TALLIED = False, False, False, False, False
+HAS_MASK, PADDED, IGNORES_MASK, KL_EVERYWHERE, POST_EOS, TALLIED = False, False, False, False, False, False
 
 _PART = tl.constexpr(4)  # of a tile's row of a sequence: count, mean, M2, sequence
 _LANES = 16 if INTERPRETED else 1024
@@ -54,7 +54,8 @@ def solve(
         for tensor in (*tensors.inputs, *tensors.rates, *tensors.flags, tensors.bootstrap)
     )
     options = shaping.kl, shaping.log_ratio_limit, shaping.kl_limit, shaping.ignores_mask, shaping.kl_everywhere
-    key = call.estimator.inputs, len(call.rates), call.segments, call.length, call.masked, kinds, options, post_eos, tallied, dtypes
+    sizes = call.segments, shaping.segments, call.length
+    key = call.estimator.inputs, len(call.rates), sizes, call.masked, kinds, options, post_eos, tallied, dtypes
     found = _passes.get(key)
     if found is None:
         found = _passes[key] = Pass(call, shaping, post_eos, tallied, dtypes)
@@ -67,20 +68,23 @@ class Pass:
     """The pass of all calls with the same shapes, dtypes and options."""
 
     def __init__(self, call: Call, shaping: ShapingCall, post_eos: bool, tallied: bool, dtypes: tuple[torch.dtype, ...]) -> None:
+        padded = call.segments != shaping.segments
         before = _shaping(
             shaping.kl if shaping.logprobs is not None else None,
             (shaping.log_ratio_limit, shaping.kl_limit),
             shaping.rewards is not None,
             shaping.ignores_mask and shaping.mask is not None,
             shaping.kl_everywhere and shaping.mask is not None,
+            padded,
             post_eos,
         )
-        self._scan = Scan(call, before, _tallying(call.mask is not None, post_eos, tallied) if post_eos or tallied else None)
+        after = _tallying(call.mask is not None, padded, post_eos, tallied) if post_eos or tallied else None
+        self._scan = Scan(call, before, after)
         self._tallied, self._dtypes, self._shape = tallied, dtypes, call.inputs[0].shape
 
     def __call__(self, call: Call, sequences: Sequences) -> Solved:
         """Everything but whitening."""
-        device, count = call.inputs[0].device, call.segments
+        device, count = call.inputs[0].device, sequences.start.numel()
         outputs = tuple(torch.empty(self._shape, dtype=dtype, device=device) for dtype in self._dtypes)
         pairs = -(-count // 2)  # so that what follows starts at a multiple of 16 bytes
         parts = self._scan.slots(call.tensors) if self._tallied else 0
@@ -120,7 +124,13 @@ def _sound_statistics(parts, fault, blocks, total, LANES: tl.constexpr):
 
 @lru_cache(maxsize=256)
 def _shaping(
-    kl: str | None, limits: tuple[float, float], has_rewards: bool, ignores_mask: bool, kl_everywhere: bool, post_eos: bool
+    kl: str | None,
+    limits: tuple[float, float],
+    has_rewards: bool,
+    ignores_mask: bool,
+    kl_everywhere: bool,
+    padded: bool,
+    post_eos: bool,
 ) -> Any:
     """The stage before the scan, the same object every time."""
     own = {
@@ -130,6 +140,7 @@ def _shaping(
         "LIMITED": tl.constexpr(min(limits) < math.inf),
         "HAS_KL": tl.constexpr(kl is not None),
         "HAS_REWARDS": tl.constexpr(has_rewards),
+        "PADDED": tl.constexpr(padded),
         "IGNORES_MASK": tl.constexpr(ignores_mask),
         "KL_EVERYWHERE": tl.constexpr(kl_everywhere),
         "POST_EOS": tl.constexpr(post_eos),
@@ -137,10 +148,11 @@ def _shaping(
     return compiled_formula(_shape_rewards, own, triton.jit, tl.constexpr)
 
 
-@lru_cache(maxsize=8)
-def _tallying(has_mask: bool, post_eos: bool, tallied: bool) -> Any:
+@lru_cache(maxsize=16)
+def _tallying(has_mask: bool, padded: bool, post_eos: bool, tallied: bool) -> Any:
     """The stage after the scan, the same object every time."""
-    own = {"HAS_MASK": tl.constexpr(has_mask), "POST_EOS": tl.constexpr(post_eos), "TALLIED": tl.constexpr(tallied)}
+    own = {"HAS_MASK": has_mask, "PADDED": padded, "POST_EOS": post_eos, "TALLIED": tallied}
+    own = {name: tl.constexpr(value) for name, value in own.items()}
     return compiled_formula(_tally_advantages, own, triton.jit, tl.constexpr)
 
 
@@ -157,13 +169,14 @@ def _shape_rewards(staged, here, where, kept, ALIGNED, TILED, REVERSE, ROWS, WID
     """
     score, kl_coef, place, slot, rewards, kls, fault, clamped_tokens, kl_sums, _ = staged
     segment, origin, at, head, tail = where
+    sequence = segment // 2 if PADDED else segment  # every second segment is a sequence's padding
     steps = kept
     if IGNORES_MASK:
-        steps = (at < tail) & (segment % 2 == 0)  # every second segment is padding
+        steps = (at < tail) & (segment % 2 == 0)
     live = kept
     on = steps if KL_EVERYWHERE else kept
     if POST_EOS:
-        after = _is_at(slot, segment, origin, at)
+        after = _is_at(slot, sequence, origin, at)
         live, on = live & (after == 0), on & (after == 0)
     values = here[2 if HAS_KL else 0]
     reward = tl.zeros_like(values)
@@ -183,13 +196,13 @@ def _shape_rewards(staged, here, where, kept, ALIGNED, TILED, REVERSE, ROWS, WID
         if KL_EVERYWHERE:
             test += kl - kl
     shaped = shaped_reward(
-        reward, tl.where(_is_at(place, segment, origin, at), tl.load(score + segment), 0.0), kl, tl.load(kl_coef + segment)
+        reward, tl.where(_is_at(place, sequence, origin, at), tl.load(score + sequence), 0.0), kl, tl.load(kl_coef + sequence)
     )
     counted_kl = tl.where(live, kl, 0.0) if KL_EVERYWHERE else kl
     store_runs(rewards, origin, tail, tl.where(kept, shaped, 0.0), ALIGNED, TILED, REVERSE, ROWS, WIDTH)
     store_runs(kls, origin, tail, counted_kl, ALIGNED, TILED, REVERSE, ROWS, WIDTH)
     lane = tl.zeros([ROWS, 1], tl.int32)
-    sequence, there = lane + segment, lane + tail > 0
+    sequence, there = lane + sequence, lane + tail > 0
     total = tl.sum(counted_kl + test, 1, keep_dims=True)
     if HAS_KL:
         tl.atomic_add(kl_sums + sequence, total.to(tl.float64), mask=there, sem="relaxed")
@@ -214,9 +227,10 @@ def _tally_advantages(staged, values, where, kept, ROWS, DTYPE):
     """The outputs of `gae`, with 0 as the advantage of the step after a sequence's end."""
     slot, parts = staged[3], staged[9]
     segment, origin, at, _, tail = where
+    sequence = segment // 2 if PADDED else segment
     advantages = values[0]
     if POST_EOS:
-        kept = kept & (_is_at(slot, segment, origin, at) == 0)
+        kept = kept & (_is_at(slot, sequence, origin, at) == 0)
         advantages = tl.where(kept, advantages, 0.0)
     if TALLIED:
         if HAS_MASK:
@@ -231,5 +245,5 @@ def _tally_advantages(staged, values, where, kept, ROWS, DTYPE):
         tl.store(part, count.to(tl.float64))
         tl.store(part + 1, tl.where(count > 0, near.to(tl.float64) + mean.to(tl.float64), 0.0))
         tl.store(part + 2, tl.sum(deviations * deviations, 1, keep_dims=True).to(tl.float64))
-        tl.store(part + 3, (tl.zeros([ROWS, 1], tl.int32) + segment).to(tl.float64))
+        tl.store(part + 3, (tl.zeros([ROWS, 1], tl.int32) + sequence).to(tl.float64))
     return advantages, values[1]
