@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from numbers import Real
 
 import torch
 from torch import Tensor
 
-from .checks import check_dense, check_floats, check_mask, check_option
+from .checks import FLOATS, check_dense, check_floats, check_mask, check_option
 from .errors import InputError
 
 NONFINITE = ("propagate", "raise", "zero", "drop")
@@ -94,7 +94,7 @@ def ids_of(op: str, groups: object, scores: Tensor) -> Tensor:
         raise InputError(
             f"{op}: groups must be on {scores.device} like scores, got {groups.device}; move them with .to({str(scores.device)!r})"
         )
-    if groups.dtype.is_complex:
+    if groups.dtype.is_complex or (groups.dtype.is_floating_point and groups.dtype not in FLOATS):
         raise InputError(f"{op}: groups must be numbers that can be told apart by size, got {groups.dtype}; pass integers")
     return groups.detach() if groups.dtype.is_floating_point else groups.detach().long()
 
@@ -137,9 +137,22 @@ def _numbered(op: str, groups: object, count: int) -> list[int]:
         raise InputError(f"{op}: groups must have {count} ids to match scores, got {len(ids)}; pass one id per row")
     numbers: dict[Hashable, int] = {}
     try:
-        return [numbers.setdefault(cast(Hashable, one), len(numbers)) for one in ids]
+        return [numbers.setdefault(_plain(op, one), len(numbers)) for one in ids]
     except TypeError as error:
         raise InputError(f"{op}: groups must hold hashable ids, got {error}; pass strings or integers") from error
+
+
+def _plain(op: str, one: object) -> Hashable:
+    """An id that is found again by what it is: tensors hash by which object they are, and NaN equals nothing."""
+    if isinstance(one, Tensor):
+        if one.numel() != 1:
+            raise InputError(
+                f"{op}: groups must hold one id per row, got a tensor of shape {list(one.shape)} as an id; pass a tuple of numbers"
+            )
+        one = one.item()
+    if isinstance(one, tuple):
+        return tuple(_plain(op, part) for part in one)
+    return object() if isinstance(one, Real) and one != one else one
 
 
 def _weights(op: str, tokens: Tensor | None, scores: Tensor) -> Tensor:

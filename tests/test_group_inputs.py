@@ -25,6 +25,8 @@ IDS: dict[str, Callable[[list[int]], Any]] = {
     "list": lambda ids: ids,
     "tuple of strings": lambda ids: tuple(f"prompt {one}" for one in ids),
     "list of tuples": lambda ids: [(one, "turn") for one in ids],
+    "list of a tensor's entries": lambda ids: list(torch.tensor(ids)),
+    "list of tuples of entries": lambda ids: list(zip(torch.tensor(ids), torch.zeros(len(ids)), strict=True)),
     "array of integers": lambda ids: np.array(ids),
     "array of objects": lambda ids: np.array([f"uid-{one}" for one in ids], dtype=object),
 }
@@ -37,6 +39,14 @@ def test_ids_of_any_kind(function: Function, kind: str) -> None:
     ids = [row * 7 % 6 for row in range(20)]
     want = torch.tensor(TEXTBOOK[function](scores.double().tolist(), ids, [True] * 20))
     torch.testing.assert_close(function(scores, IDS[kind](ids)).advantages, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "ids", [torch.tensor([math.nan, math.nan, 1.0, 1.0]), [math.nan, math.nan, 1, 1], [(0, math.nan), (0, math.nan), 1, 1]]
+)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_nan_is_no_id_of_a_group(function: Function, ids: Any) -> None:
+    assert function(torch.tensor([1.0, 2.0, 3.0, 4.0]), ids).degenerate.tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -116,6 +126,11 @@ def test_expand_to_tokens(backend: str, mask_dtype: torch.dtype) -> None:
         (lambda: grpo(torch.ones(2), [1]), r"grpo: groups must have 2 ids to match scores, got 1; pass one id per row"),
         (lambda: rloo(torch.ones(2), torch.ones(3)), r"rloo: groups must have shape \[2\] to match scores, got \[3\]"),
         (lambda: rloo(torch.ones(2), [[1], [2]]), r"rloo: groups must hold hashable ids, got unhashable type"),
+        (
+            lambda: rloo(torch.ones(2), [torch.ones(2), torch.ones(2)]),
+            r"rloo: groups must hold one id per row, got a tensor of shape \[2\]",
+        ),
+        (lambda: rloo(torch.ones(2), torch.ones(2).to(torch.float8_e5m2)), r"rloo: groups must be numbers .* got torch.float8_e5m2"),
         (lambda: rloo(torch.ones(2), "ab"), r"rloo: groups must be a tensor, list, tuple or NumPy array of ids, got str"),
         (lambda: rloo(torch.ones(2), 3), r"rloo: groups must be a tensor, list, tuple or NumPy array of ids, got int"),
         (lambda: rloo(torch.ones(2), torch.ones(2, dtype=torch.complex64)), r"rloo: groups must be numbers .* got torch.complex64"),
