@@ -105,8 +105,11 @@ def check_dense(op: str, name: str, tensor: object) -> Tensor:
     """Raise unless `tensor` is a tensor whose entries lie in memory."""
     if not isinstance(tensor, Tensor):
         raise InputError(f"{op}: {name} must be a torch.Tensor, got {type(tensor).__name__}; convert it with torch.as_tensor")
-    if not torch.compiler.is_compiling() and tensor.layout is not torch.strided:  # a compiler may not trace that
-        raise InputError(f"{op}: {name} must be dense, got {tensor.layout}; convert it with .to_dense()")
+    if not torch.compiler.is_compiling():  # a compiler may not trace that
+        if tensor.is_nested:
+            raise InputError(f"{op}: {name} must be dense, got a nested tensor; pass its .values() with segments=, or pad it")
+        if tensor.layout is not torch.strided:
+            raise InputError(f"{op}: {name} must be dense, got {tensor.layout}; convert it with .to_dense()")
     return tensor
 
 

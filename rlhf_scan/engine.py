@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +51,9 @@ def execute(requests: Sequence[CreditRequest], *, backend: str = "auto", validat
         InputError: a request is wrong. No result is returned then: run untrusted requests one by one.
         BackendError: the backend cannot run here.
     """
+    if isinstance(requests, CreditRequest) or not isinstance(requests, Iterable):
+        raise InputError(f"execute: requests must be a list of CreditRequest, got {type(requests).__name__}; pass [request] for one")
+    requests = list(requests)
     results: dict[int, CreditResult] = {}
     entries = [check_names(request) for request in requests]
     sharing = [index for index, entry in enumerate(entries) if entry.run is None]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import check_switch
 from .dispatch import estimate
 from .segments import Segments
 
@@ -27,6 +28,7 @@ def linear_scan(
         x_t = a_t + b_t * x_{t-1},  or with ``reverse=True``  x_t = a_t + b_t * x_{t+1}
 
     Boundaries: before a segment's first token (after its last, in reverse) x is `initial`, or 0; b there multiplies nothing if that is 0.
+    Where b_t is 0 nothing passes: x_t is a_t, whatever x_{t-1} is.
 
     Args:
         a: [B, T] (each row a segment), or packed [N] with `segments` (without: one segment).
@@ -42,6 +44,7 @@ def linear_scan(
     Raises:
         InputError, BackendError: as in `gae`.
     """
+    check_switch("linear_scan", "reverse", reverse)
     x: Tensor = _LinearScan.apply(  # type: ignore[no-untyped-call]
         a, b, initial, reverse, segments, dtype, backend, validate
     )

@@ -46,13 +46,13 @@ def key_of(options: Sequence[Any], given: Sequence[Any], segments: Segments | No
                 return None
             key.append(value.dtype)
             try:
-                contiguous = value.is_contiguous()
-            except RuntimeError:  # a sparse tensor is neither
+                contiguous, its_shape = value.is_contiguous(), value.shape
+            except RuntimeError:  # a sparse tensor is neither, a nested one has no shape
                 return None
             if not contiguous:
                 key.append(False)
-            if value.shape != shape:
-                shape = value.shape
+            if its_shape != shape:
+                shape = its_shape
                 key.append(shape)
             if value.device != device:
                 device = value.device

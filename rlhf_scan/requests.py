@@ -66,8 +66,13 @@ def parse_params(op: str, strings: Mapping[str, str]) -> dict[str, Any]:
 
 def check_names(request: CreditRequest) -> Operation:
     """The operation that `request` names, after checking that it knows the names in it and has what it needs."""
+    if not isinstance(request, CreditRequest):
+        raise InputError(f"execute: each request must be a CreditRequest, got {type(request).__name__}; make one of op, tensors and params")
     entry = operation(request.op)
     op = entry.name
+    for name in ("tensors", "params"):
+        if not isinstance(getattr(request, name), Mapping):
+            raise InputError(f"{op}: {name} must be a mapping of names, got {type(getattr(request, name)).__name__}; pass a dict")
     _refuse_unknown(op, "tensor", request.tensors, tensor_names(entry))
     _refuse_unknown(op, "parameter", request.params, tuple(entry.options))
     missing = [name for name in entry.required if name not in request.tensors]

@@ -67,6 +67,8 @@ def turn_returns(
     count = rewards.shape[1]
     if validate == "full" or turns.device.type == "cpu":
         _check_turns(op, turns, live, count)
+    if validate == "full":
+        _check_finite(op, rewards)
     tensors = {"rewards": rewards}
     (returns,) = estimate("discounted_returns", tensors, {"gamma": gamma}, dtype=dtype, backend=backend, validate=validate, op=op)
     if returns.numel() == 0 or turns.numel() == 0:
@@ -86,7 +88,7 @@ def clock_rate(
     mask=mask)`` discounts and mixes from turn to turn, not from token to token.
 
     Args:
-        rate: a number in [0, 1], or one per sequence, [S] ([B] for rows).
+        rate: in [0, 1]: a number, or one per sequence, [S] ([B] for rows).
         clock: the turn of each token, integers: [B, T], or packed [N]. The clock goes on where they change.
         mask: what the estimator gets: with it, the next token is the next trainable one, as ``masked="skip"`` takes it.
         segments: where the sequences of a pack lie. A sequence's last token has `rate`, since what follows it is not its turn.
@@ -145,6 +147,7 @@ def _rates(op: str, rate: object, sequences: int, dtype: torch.dtype | None, dev
     """The rate of each sequence."""
     if isinstance(rate, Tensor):
         found = check_floats(op, "rate", rate).detach()
+        found = found.expand(sequences) if found.dim() == 0 else found
         if found.shape != (sequences,):
             raise InputError(f"{op}: rate must be a number or have shape [{sequences}], got {list(found.shape)}; pass one per sequence")
         return found.to(device=device, dtype=dtype or found.dtype)
@@ -162,6 +165,15 @@ def _integers(op: str, clock: object, device: torch.device) -> Tensor:
     if clock.device != device:
         raise InputError(f"{op}: clock must be on {device}, got {clock.device}; move it with .to({str(device)!r})")
     return clock.detach().long()
+
+
+def _check_finite(op: str, rewards: Tensor) -> None:
+    bad = (~rewards.detach().isfinite()).nonzero()
+    if len(bad):
+        at = bad[0].tolist()
+        raise InputError(
+            f"{op}: turn_rewards must be finite, got {float(rewards[tuple(at)])} at {at} ({len(bad)} in all); mend that entry, or put 0 for no reward"
+        )
 
 
 def _check_turns(op: str, turns: Tensor, live: Tensor, count: int) -> None:

@@ -22,16 +22,13 @@ def remember(tensor: Tensor) -> None:
     _KNOWN[reference.cdata] = reference, tensor._version
 
 
-def refuse(op: str, name: str, tensor: Tensor) -> None:
-    """Raise InputError, which speaks for `op`, if `tensor`, or what it is a view of, is whitened."""
+def refuse(op: str, name: str, tensor: Tensor, remedy: str = "") -> None:
+    """Raise InputError, which speaks for `op`, if `tensor`, or what it is a view of, is whitened. `remedy`: what can be done beside."""
     if not _can_be_told(tensor):
         return
     reference, version = _KNOWN.get(tensor.untyped_storage()._cdata, (None, 0))
     if reference is not None and version == tensor._version:
-        raise InputError(
-            f"{op}: {name} must not be whitened yet, got the output of an earlier whitening; drop one of the two, "
-            "or pass allow_whitened=True if twice is what you mean"
-        )
+        raise InputError(f"{op}: {name} must not be whitened yet, got the output of an earlier whitening; drop one of the two{remedy}")
 
 
 def _can_be_told(tensor: Tensor) -> bool:

@@ -125,7 +125,7 @@ def whiten(
     check_floats("whiten", "x", x)
     check_process_group("whiten", process_group)
     if not allow_whitened:
-        whitened.refuse("whiten", "x", x)
+        whitened.refuse("whiten", "x", x, ", or pass allow_whitened=True if twice is what you mean")
     found = statistics(x, mask, process_group=process_group, backend=backend)
     if validate == "full" and not bool(found.isfinite().all()):
         raise InputError(_not_finite(x, mask))

@@ -21,6 +21,7 @@ MASK = torch.tensor([[1, 1, 1], [1, 0, 0]])
 SCORES = torch.tensor([1.0, 2.0])
 CLOCK = torch.tensor([[0, 0, 1], [0, -1, -1]])
 HUGE = 10**400  # no float holds it
+NESTED, BROKEN = torch.nested.nested_tensor([ROWS[0], ROWS[1, :2]]), torch.tensor([[1.0, 2.0], [float("nan"), 0.0]])
 SPARSE, ENTRIES = ROWS.to_sparse(), torch.tensor([0, 1]).to_sparse()
 
 
@@ -78,6 +79,25 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: rlhf_scan.clock_rate(0.5, CLOCK.to_sparse()), "clock_rate: clock must be dense"),
     (lambda: Segments.from_lengths(ENTRIES), "Segments.from_lengths: lengths must be dense"),
     (lambda: Segments.from_segment_ids(ENTRIES), "Segments.from_segment_ids: segment_ids must be dense"),
+    # Nor is a nested one.
+    (lambda: rlhf_scan.gae(NESTED, ROWS), "gae: rewards must be dense, got a nested tensor"),
+    (lambda: rlhf_scan.gae(ROWS, ROWS, mask=NESTED), "gae: mask must be dense, got a nested tensor"),
+    (lambda: ppo(rewards=NESTED), "ppo_advantages: rewards must be dense, got a nested tensor"),
+    (lambda: rlhf_scan.whiten(NESTED), "whiten: x must be dense, got a nested tensor"),
+    # What is no list of requests.
+    (lambda: execute(CreditRequest("gae", {})), r"execute: requests must be a list of CreditRequest, got CreditRequest; pass \[request\]"),  # type: ignore[arg-type]
+    (lambda: execute(None), "execute: requests must be a list of CreditRequest, got NoneType"),  # type: ignore[arg-type]
+    (lambda: execute([{"op": "gae"}]), "execute: each request must be a CreditRequest, got dict"),  # type: ignore[list-item]
+    (lambda: execute("gae"), "execute: each request must be a CreditRequest, got str"),  # type: ignore[arg-type]
+    (lambda: execute([CreditRequest("gae", None)]), "gae: tensors must be a mapping of names, got NoneType"),  # type: ignore[arg-type]
+    (lambda: execute([CreditRequest("gae", {}, [0.9])]), "gae: params must be a mapping of names, got list"),  # type: ignore[arg-type]
+    (lambda: rlhf_scan.linear_scan(ROWS, ROWS, reverse="no"), "linear_scan: reverse must be True or False, got 'no'"),  # type: ignore[arg-type]
+    # Messages name the caller's argument, and a remedy that there is.
+    (
+        lambda: rlhf_scan.turn_returns(BROKEN, CLOCK, validate="full"),
+        r"turn_returns: turn_rewards must be finite, got nan at \[1, 0\] \(1 in all\)",
+    ),
+    (lambda: ppo(rewards=rlhf_scan.whiten(ROWS), whiten_rewards=True), "rewards must not be whitened yet, .*; drop one of the two$"),
     # Nothing to do is no reason to take what is wrong.
     (lambda: rlhf_scan.turn_returns(torch.zeros(0, 3), CLOCK[:0], backend="none"), "turn_returns: backend must be one of"),
     (lambda: rlhf_scan.turn_returns(torch.zeros(2, 0), CLOCK * 0 - 1, gamma=7), r"turn_returns: gamma must lie in \[0, 1\], got 7"),
@@ -95,6 +115,24 @@ def test_a_repeated_call_refuses_what_the_first_one_refuses() -> None:
         rlhf_scan.vtrace(ROWS, ROWS, ROWS, ROWS, rho_bar=3)
     with pytest.raises(InputError, match="rho_bar must be a number or a tensor below 1e308"):
         rlhf_scan.vtrace(ROWS, ROWS, ROWS, ROWS, rho_bar=HUGE)
+
+
+def test_requests_of_any_iterable() -> None:
+    requests = (CreditRequest("discounted_returns", {"rewards": ROWS}) for _ in range(2))
+    assert len(execute(requests)) == 2  # type: ignore[arg-type]
+
+
+def test_a_rate_without_dimensions_is_a_number() -> None:
+    assert torch.equal(rlhf_scan.clock_rate(torch.tensor(0.5), CLOCK), rlhf_scan.clock_rate(0.5, CLOCK))
+
+
+@pytest.mark.parametrize("large", [1e200, 1.5e308])
+def test_numbers_whose_squares_no_float_holds(backend: str, large: float) -> None:
+    """The variance is infinite: told to whom asks, no other error."""
+    x = torch.tensor([large, large, -large], dtype=torch.float64, device=device_of(backend))
+    assert rlhf_scan.whiten(x, backend=backend).shape == (3,)
+    with pytest.raises(InputError, match="whiten: x must be finite"):
+        rlhf_scan.whiten(x, backend=backend, validate="full")
 
 
 def test_a_single_number_is_whitened() -> None:

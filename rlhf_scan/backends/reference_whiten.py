@@ -17,18 +17,18 @@ def statistics(x: Tensor, mask: Tensor | None) -> Tensor:
         return x.new_zeros(3, dtype=torch.float64)
     if not all(math.isfinite(number) for number in numbers):
         return x.new_tensor([len(numbers), math.nan, math.nan], dtype=torch.float64)
-    mean = math.fsum(numbers) / len(numbers)
-    return x.new_tensor([len(numbers), mean, math.fsum((number - mean) ** 2 for number in numbers)], dtype=torch.float64)
+    mean = _sum(numbers) / len(numbers)
+    return x.new_tensor([len(numbers), mean, _sum([_square(number - mean) for number in numbers])], dtype=torch.float64)
 
 
 def merge(parts: Tensor) -> Tensor:
     """Of all tokens that the parts stand for."""
     rows: list[list[float]] = [row for row in parts.tolist() if row[0] != 0]
-    count = math.fsum(row[0] for row in rows)
+    count = _sum([row[0] for row in rows])
     if not rows or not all(math.isfinite(number) for row in rows for number in row):
         return parts.new_tensor([count, *([math.nan] * 2 if rows else [0.0] * 2)])
-    mean = math.fsum(row[0] * row[1] for row in rows) / count
-    return parts.new_tensor([count, mean, math.fsum(m2 + n * (part_mean - mean) ** 2 for n, part_mean, m2 in rows)])
+    mean = _sum([row[0] * row[1] for row in rows]) / count
+    return parts.new_tensor([count, mean, _sum([m2 + n * _square(part_mean - mean) for n, part_mean, m2 in rows])])
 
 
 def apply(x: Tensor, mask: Tensor | None, statistics: Tensor, whitening: Whitening, dtype: torch.dtype) -> Tensor:
@@ -41,6 +41,18 @@ def apply(x: Tensor, mask: Tensor | None, statistics: Tensor, whitening: Whiteni
         _one(number, mean, variance, whitening) if live else 0.0 for number, live in zip(x.double().tolist(), trainable, strict=True)
     ]
     return torch.tensor(numbers, dtype=torch.float64).to(dtype).to(x.device)
+
+
+def _sum(numbers: list[float]) -> float:
+    """Without rounding; inf, and no error, where it is beyond a float."""
+    try:
+        return math.fsum(numbers)
+    except OverflowError:
+        return sum(numbers)
+
+
+def _square(number: float) -> float:
+    return number * number  # a power raises where this is inf
 
 
 def _one(number: float, mean: float, variance: float, whitening: Whitening) -> float:
