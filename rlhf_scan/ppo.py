@@ -13,7 +13,7 @@ from . import whitened as whitened_before
 from .outside_graphs import outside_graphs
 from .ppo_inputs import OP, PPOInputs, resolve_inputs
 from .ppo_options import NAMES, PPOOptions, resolve_options, whitenings
-from .ppo_places import truncated_tokens, with_step_rewards
+from .ppo_places import with_step_rewards
 from .ppo_rates import wrong_rates
 from .ppo_recursion import solved_in_one_pass, solved_in_stages
 from .ppo_report import Facts, PPOReport, raise_if_asked
@@ -223,7 +223,6 @@ def _report(inputs: PPOInputs, options: PPOOptions, sequences: Sequences, shaped
         kl_sum=shaped.kl_sum,
         clamped=shaped.clamped,
         fault=shaped.fault,
-        truncated_tokens=truncated_tokens(inputs),
         step_rewards=step_rewards,
         dropping=options.nonfinite == "drop",
         taking_for_zero=options.nonfinite == "zero",

@@ -7,8 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .call import is_per_segment
-from .ppo_inputs import PPOInputs, StepRewards
+from .ppo_inputs import StepRewards
 from .ppo_options import PPOOptions
 from .shaping import Placed, ShapingCall
 
@@ -37,12 +36,3 @@ def with_step_rewards(call: ShapingCall, steps: StepRewards, options: PPOOptions
     # Sorted by place before it adds, so that the same call gives the same bits.
     rewards.index_put_((target,), torch.where(there, steps.rewards, 0.0), accumulate=True)
     return replace(call, rewards=rewards), {"step_rewards_carried_back": carried.sum(), "step_rewards_lost": (~there).sum()}
-
-
-def truncated_tokens(inputs: PPOInputs) -> Tensor | None:
-    """How many tokens are truncated and not terminated, where that is said per token."""
-    if inputs.truncated is None or is_per_segment(inputs.truncated):
-        return None
-    cut = inputs.truncated != 0
-    both = inputs.terminated is not None and inputs.terminated.shape == cut.shape
-    return (cut & (inputs.terminated == 0) if both else cut).sum()

@@ -30,7 +30,6 @@ class Facts:
         tokens: N.
         sequences: what there is once per sequence.
         kl_sum, clamped, fault: [S], as in `rlhf_scan.shaping.Shaped`.
-        truncated_tokens: how many are, on the device, where that was said per token.
         step_rewards: by name, how many went where, on the device.
         dropping, taking_for_zero: what `nonfinite` does.
     """
@@ -40,7 +39,6 @@ class Facts:
     kl_sum: Tensor
     clamped: Tensor
     fault: Tensor
-    truncated_tokens: Tensor | None
     step_rewards: Mapping[str, Tensor]
     dropping: bool
     taking_for_zero: bool
@@ -48,7 +46,7 @@ class Facts:
     def counts(self) -> dict[str, Tensor | int]:
         """Numbers on the device by name. Means are over sequences that statistics may hold."""
         located, placed = self.sequences.located, self.sequences.placed
-        last, cut, missing_eos = located.last, self.sequences.truncated, self.sequences.missing_eos
+        last, truncated, missing_eos = located.last, self.sequences.truncated, self.sequences.missing_eos
         empty, faulty = last < 0, self.fault != NO_FAULT
         counted = ~faulty | self.taking_for_zero
         kl = torch.where(counted, self.kl_sum, 0.0).double()
@@ -56,14 +54,13 @@ class Facts:
         filled = (counted & ~empty).sum().clamp(min=1)
         carried = (located.end > last) & (placed.place == last) & (placed.slot < 0)
         trainable = located.trainable.sum()
-        truncated = self.truncated_tokens if cut is None else cut.sum()
         return {
             "sequences": len(last),
             "tokens": self.tokens,
             "trainable_tokens": trainable,
             "masked_tokens": self.tokens - trainable,
             "empty_sequences": empty.sum(),
-            "truncated": 0 if truncated is None else truncated,
+            "truncated": 0 if truncated is None else truncated.sum(),
             "missing_eos": 0 if missing_eos is None else missing_eos.sum(),
             "nonfinite_sequences": faulty.sum(),
             "dropped_sequences": faulty.sum() if self.dropping else 0,

@@ -150,7 +150,7 @@ class Sequences:
         fault: as `Shaped.fault`, of the score, kl_coef, and the value that follows.
         kl_coef: in the call's dtype.
         missing_eos: bool, those that pay for it; None: nobody looked.
-        truncated: bool, those that are, and not terminated; None: nobody said it per sequence.
+        truncated: int64, how many of its tokens are and do not terminate; None: nobody said.
         trimmed: cu_seqlens int64 [2 S + 1] of each sequence up to its last step, and the padding after it; None: nobody asked.
     """
 

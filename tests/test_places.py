@@ -53,12 +53,14 @@ def random_call(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any], Seg
         return tensor if rng.random() < likely else None
 
     post_eos = rng.random() < 0.5
-    end = (count,) if post_eos or rng.random() < 0.5 else shape
     call: dict[str, Any] = {name: torch.zeros(shape) for name in ("logprobs", "ref_logprobs", "values")}
     call |= {name: maybe(flag(*shape), 0.7) for name in ("mask", "attention_mask")}
-    call |= {name: maybe(flag(*end)) for name in ("terminated", "truncated")}
+    call |= {name: maybe(flag(*((count,) if post_eos else rng.choice([shape, (count,)])))) for name in ("terminated", "truncated")}
     call |= {"has_eos": flag(*rng.choice([shape, (count,)])), "rewards": None}
-    call |= {"scores": maybe(numbers(count).to(rng.choice(REAL)), 0.9), "bootstrap": maybe(numbers(*end).to(rng.choice(REAL[:4])))}
+    call |= {
+        "scores": maybe(numbers(count).to(rng.choice(REAL)), 0.9),
+        "bootstrap": maybe(numbers(*rng.choice([shape, (count,)])).to(rng.choice(REAL[:4]))),
+    }
     masked = rng.choice(["skip", "zero", "keep"])
     options = {
         "score_at": "post_eos" if post_eos else "last",

@@ -29,7 +29,7 @@ def placed(call: ShapingCall, given: ScoreCall, located: Located) -> Sequences:
     if call.zero_faults:
         found = Placed(torch.nan_to_num(score, nan=0.0, posinf=0.0, neginf=0.0), found.place, slot, end)
     trimmed = _trimmed(call, found) if given.trims else None
-    return Sequences(start.clone(), located, found, fault, kl_coef, missing, _truncated(given), trimmed)
+    return Sequences(start.clone(), located, found, fault, kl_coef, missing, _truncated(call, given), trimmed)
 
 
 def _trimmed(call: ShapingCall, placed: Placed) -> Tensor:
@@ -72,11 +72,13 @@ def _value_after(given: ScoreCall, bootstrap: Tensor, step: Tensor) -> Tensor:
     return value if given.terminated is None else torch.where(at_ends(given.terminated) != 0, torch.zeros_like(value), value)
 
 
-def _truncated(given: ScoreCall) -> Tensor | None:
-    """Those that are cut and do not terminate, where that is said per sequence."""
-    if given.truncated is None or not is_per_segment(given.truncated):
+def _truncated(call: ShapingCall, given: ScoreCall) -> Tensor | None:
+    """How many tokens of each sequence are cut and do not terminate."""
+    if given.truncated is None:
         return None
     cut = (given.truncated != 0).flatten()
-    if given.terminated is not None and is_per_segment(given.terminated):
+    if given.terminated is not None and given.terminated.shape == given.truncated.shape:
         cut = cut & (given.terminated == 0).flatten()
-    return cut
+    if is_per_segment(given.truncated):
+        return cut.to(torch.int64)
+    return torch.nn.functional.pad(cut.cumsum(0), (1, 0))[call.boundaries].diff()

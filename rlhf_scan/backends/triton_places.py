@@ -26,8 +26,10 @@ _SCORES, _KL_COEF, _BOOTSTRAP = (tl.constexpr(FAULTS.index(name)) for name in ("
 def place(call: ShapingCall, scores: ScoreCall) -> Sequences:
     """Where each sequence ends, and what there is once per sequence."""
     with on_device_of(call.values):
+        ends = tuple(tensor if _kind(scores.truncated) == _kind(tensor) == 2 else None for tensor in (scores.truncated, scores.terminated))
         # Where nobody says otherwise a sequence ends with its last token.
-        parts, table = (1, None) if call.mask is None and call.has_eos is None else parts_located(call)
+        read = any(tensor is not None for tensor in (call.mask, call.has_eos, ends[0]))
+        parts, table = parts_located(call, ends) if read else (1, None)
         return _placed(call, scores, parts, table)
 
 
@@ -35,26 +37,27 @@ def _placed(call: ShapingCall, given: ScoreCall, parts: int, table: Tensor | Non
     """From what the parts found, or from the boundaries alone, to all there is once per sequence."""
     segments, device = call.segments, call.values.device
     room = segments + -segments % 4  # rows begin at multiples of 16 bytes
-    places = torch.empty(8, room, dtype=torch.int64, device=device)
+    places = torch.empty(9, room, dtype=torch.int64, device=device)
     numbers = torch.empty(2, room, dtype=call.dtype, device=device)
-    truncated = given.truncated if given.truncated is not None and is_per_segment(given.truncated) else None
     missing = torch.empty(segments, dtype=torch.bool, device=device) if given.missing_eos_penalty else None
-    cut = None if truncated is None else torch.empty(segments, dtype=torch.bool, device=device)
     trimmed = torch.empty(2 * segments + 1, dtype=torch.int64, device=device) if given.trims else None
     kl_coef = given.kl_coef if isinstance(given.kl_coef, Tensor) else None
     rows, width = at_a_time(parts)
     launcher = _placer(
-        given.post_eos, given.trailing, call.zero_faults, call.dtype, _kind(given.terminated), _kind(given.bootstrap), rows, width
+        (given.post_eos, given.trailing, call.zero_faults, call.dtype),
+        (_kind(given.terminated), _kind(given.truncated), _kind(given.bootstrap)),
+        rows,
+        width,
     )
     launcher(
         -(-segments // rows),
         call.cu_seqlens,
         table,
         (flag(given.scores), kl_coef, flag(given.has_eos)),
-        (flag(given.terminated), flag(truncated), given.bootstrap),
+        (flag(given.terminated), flag(given.truncated), given.bootstrap),
         places,
         numbers,
-        (flag(missing), flag(cut)),
+        flag(missing),
         trimmed,
         call.length or 0,
         segments,
@@ -70,9 +73,10 @@ def _placed(call: ShapingCall, given: ScoreCall, parts: int, table: Tensor | Non
     )
     if room != segments:
         places, numbers = places[:, :segments], numbers[:, :segments]
-    start, last, end, trainable, eos, place, slot, fault = places.unbind(0)
+    start, last, end, trainable, eos, place, slot, fault, cuts = places.unbind(0)
     score, kl_coef = numbers.unbind(0)
-    return Sequences(start, Located(last, end, trainable, eos), Placed(score, place, slot, end), fault, kl_coef, missing, cut, trimmed)
+    found = Located(last, end, trainable, eos), Placed(score, place, slot, end)
+    return Sequences(start, *found, fault, kl_coef, missing, None if given.truncated is None else cuts, trimmed)
 
 
 def _kind(tensor: Tensor | None) -> int:
@@ -81,16 +85,14 @@ def _kind(tensor: Tensor | None) -> int:
 
 
 @lru_cache(maxsize=256)
-def _placer(
-    post_eos: bool, trailing: str, zero: bool, dtype: torch.dtype, terminated: int, bootstrap: int, rows: int, width: int
-) -> Launcher:
+def _placer(options: tuple[bool, str, bool, torch.dtype], kinds: tuple[int, int, int], rows: int, width: int) -> Launcher:
+    post_eos, trailing, zero, dtype = options
     constants = {
         "POST_EOS": post_eos,
         "TRAILING": trailing,
         "ZERO_FAULTS": zero,
         "DTYPE": tl.float64 if dtype == torch.float64 else tl.float32,
-        "TERMINATED": terminated,
-        "BOOTSTRAP": bootstrap,
+        **dict(zip(("TERMINATED", "TRUNCATED", "BOOTSTRAP"), kinds, strict=True)),
         "ROWS": rows,
         "WIDTH": width,
     }
@@ -140,7 +142,7 @@ def _place(
     ends,
     places,
     numbers,
-    flags,
+    missing_eos,
     trimmed,
     length,
     segments,
@@ -158,11 +160,12 @@ def _place(
     ZERO_FAULTS: tl.constexpr,
     DTYPE: tl.constexpr,
     TERMINATED: tl.constexpr,
+    TRUNCATED: tl.constexpr,
     BOOTSTRAP: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """All of `Sequences`; `given`: scores, kl_coef, has_eos; `ends`: terminated, truncated, bootstrap; `flags`: missing_eos, truncated."""
+    """All of `Sequences`; `given`: scores, kl_coef, has_eos; `ends`: terminated, truncated, bootstrap."""
     sequence = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = sequence < segments
     room = room.to(tl.int64)
@@ -170,8 +173,9 @@ def _place(
     if table is None:
         last = tl.where(stop > start, stop - 1, -1)
         end, trainable, eos = last, stop - start, tl.zeros([ROWS], tl.int64)
+        cuts = eos
     else:
-        last, end, trainable, eos = located(table, sequence, there, segments, parts, ROWS, WIDTH)
+        last, end, trainable, eos, cuts = located(table, sequence, there, segments, parts, ROWS, WIDTH)
     slot = tl.full([ROWS], -1, tl.int64)
     if POST_EOS:
         slot = _slot_after(last, end, start, stop)
@@ -182,13 +186,13 @@ def _place(
     if given[0] is not None:
         score = tl.load(given[0] + sequence, mask=there, other=0).to(DTYPE)
     score = _score_paid(score, tl.full([], bias, DTYPE), tl.full([], scale, DTYPE), tl.full([], low, DTYPE), tl.full([], high, DTYPE))
-    if flags[0] is not None:
+    if missing_eos is not None:
         has_eos = (eos > 0).to(tl.int32)
         if given[2] is not None:
             has_eos = (tl.load(given[2] + sequence, mask=there, other=0) != 0).to(tl.int32)
         missing = _lacks_eos(has_eos, last, slot)
         score = tl.where(missing, score - tl.full([], penalty, DTYPE), score)
-        tl.store(flags[0] + sequence, missing.to(tl.uint8), mask=there)
+        tl.store(missing_eos + sequence, missing.to(tl.uint8), mask=there)
     coefficient = tl.full([ROWS], kl_coef, DTYPE)
     if given[1] is not None:
         coefficient = tl.load(given[1] + sequence, mask=there, other=0).to(DTYPE)
@@ -201,11 +205,11 @@ def _place(
         if ends[0] is not None:
             bad = bad & (_at_end(ends[0], sequence, there, step, TERMINATED) == 0)
         fault = _with_fault(fault, bad, step, start, _BOOTSTRAP)
-    if flags[1] is not None:
+    if TRUNCATED == 1:
         cut = tl.load(ends[1] + sequence, mask=there, other=0) != 0
         if TERMINATED == 1:
             cut = cut & (tl.load(ends[0] + sequence, mask=there, other=0) == 0)
-        tl.store(flags[1] + sequence, cut.to(tl.uint8), mask=there)
+        cuts = cut.to(tl.int64)
     if ZERO_FAULTS:
         score = tl.where(is_finite(score), score, 0.0)
     if trimmed is not None:
@@ -221,5 +225,6 @@ def _place(
     tl.store(places + 5 * room + sequence, place, mask=there)
     tl.store(places + 6 * room + sequence, slot, mask=there)
     tl.store(places + 7 * room + sequence, fault, mask=there)
+    tl.store(places + 8 * room + sequence, cuts, mask=there)
     tl.store(numbers + sequence, score, mask=there)
     tl.store(numbers + room + sequence, coefficient, mask=there)
