@@ -55,6 +55,7 @@ class Estimator:
         takes: which of mask, terminated, truncated it takes.
         starts: whether `boundary="starts_at"` may say that a flag marks the first token of an episode, not its last.
         reverse: backward in time.
+        fades_by_rates: b is the product of the channel's rates, and of nothing else.
         served: whether requests (CLI, HTTP, Ray) may name it.
     """
 
@@ -78,6 +79,7 @@ class Estimator:
     takes: tuple[str, ...] = ("mask", "terminated", "truncated")
     starts: bool = False
     reverse: bool = True
+    fades_by_rates: bool = False
     served: bool = True
 
     @property

@@ -80,6 +80,7 @@ register(
         results=coefficients.gae_results,
         naive=naive.gae,
         following=("values",),
+        fades_by_rates=True,
     )
 )
 register(
@@ -94,6 +95,7 @@ register(
         results=coefficients.scanned_results,
         naive=naive.discounted_returns,
         end="carry",
+        fades_by_rates=True,
     )
 )
 register(
@@ -109,6 +111,7 @@ register(
         naive=naive.lambda_returns,
         following=("values",),
         end="carry",
+        fades_by_rates=True,
     )
 )
 register(
@@ -177,6 +180,7 @@ register(
         naive=naive.eligibility_traces,
         end="initial",
         reverse=False,
+        fades_by_rates=True,
     )
 )
 register(
@@ -193,6 +197,7 @@ register(
         takes=("terminated",),
         starts=True,
         reverse=False,
+        fades_by_rates=True,
     )
 )
 for _name, _reverse in (("linear_scan", False), ("linear_scan_reverse", True)):

@@ -1,6 +1,6 @@
 """Compiles the Triton backend's kernels for an sm_90 GPU on a machine without one, and prints the layouts of their scans.
 
-Run as a program, without TRITON_INTERPRET: one JSON line per launch, {"variant", "tiled", "width", "rows", "scans": [{"axis", "layout"}]}.
+Run as a program, without TRITON_INTERPRET: one JSON line per launch, {"variant", "scans": [{"axis", "layout"}]}.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Pointer:
 
 def pointers(value: Any) -> Any:
     """`value` with a pointer for each tensor."""
-    if isinstance(value, tuple):
+    if type(value) is tuple:
         return tuple(pointers(item) for item in value)
     return Pointer(value.dtype) if isinstance(value, Tensor) else value
 
@@ -66,14 +66,14 @@ def pointers(value: Any) -> Any:
 class Compiled:
     """Stands for a kernel: compiles each launch instead of running it."""
 
-    def __init__(self, kernel: Any, found: Callable[[str, dict[str, Any]], None]) -> None:
+    def __init__(self, kernel: Any, found: Callable[[str], None]) -> None:
         self.kernel = kernel
         self.found = found
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def launch(*arguments: Any, **options: Any) -> None:
             compiled = self.kernel.warmup(*pointers(arguments), grid=grid, **{name: pointers(value) for name, value in options.items()})
-            self.found(compiled.asm["ttgir"], options)
+            self.found(compiled.asm["ttgir"])
 
         return launch
 
@@ -114,14 +114,13 @@ def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
 def main() -> None:
     variant = ""
 
-    def report(ttgir: str, options: dict[str, Any]) -> None:
-        shape = {"tiled": options["TILED"], "width": options["WIDTH"], "rows": options["ROWS"]}
-        print(json.dumps({"variant": variant, **shape, "scans": scans(ttgir)}), flush=True)
+    def report(ttgir: str) -> None:
+        print(json.dumps({"variant": variant, "scans": scans(ttgir)}), flush=True)
 
     driver.set_active(Driver())
     triton_backend.why_not = lambda device: None
-    triton_scan.scan_tiles = Compiled(triton_scan.scan_tiles, report)
-    triton_map._fill_slots = Compiled(triton_map._fill_slots, lambda ttgir, options: None)
+    triton_scan.scan_rows, triton_scan.scan_pack = Compiled(triton_scan.scan_rows, report), Compiled(triton_scan.scan_pack, report)
+    triton_map._fill_slots = Compiled(triton_map._fill_slots, lambda ttgir: None)
     for variant, call in variants():  # noqa: B007  # `report` reads it
         call()
 

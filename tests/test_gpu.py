@@ -233,10 +233,10 @@ def test_gradients() -> None:
 
 def test_a_bounded_number_of_kernels() -> None:
     """A thousand different shapes need a bounded number of compiled kernels."""
-    from rlhf_scan.backends.triton_scan import scan_tiles
+    from rlhf_scan.backends.triton_scan import scan_rows
 
     def kernels() -> int:
-        return sum(len(cache[0]) for cache in scan_tiles.device_caches.values())
+        return sum(len(cache[0]) for cache in scan_rows.device_caches.values())
 
     before = kernels()
     for length in range(1, 3000, 31):

@@ -15,7 +15,7 @@ from triton.compiler import CompiledKernel  # type: ignore[import-untyped]
 
 import rlhf_scan
 from rlhf_scan import Segments, repeats
-from rlhf_scan.backends import triton_backend, triton_launch, triton_map
+from rlhf_scan.backends import triton_backend, triton_launch, triton_map, triton_solver
 
 X = torch.zeros(64)
 
@@ -194,9 +194,9 @@ def test_the_scan_keeps_its_promise_that_launches_are_alike(
         def __call__(self, programs: int, *arguments: Any) -> None:
             self.keys.add(key(*arguments))
 
-    monkeypatch.setattr(triton_backend, "Launcher", Recorder)
+    monkeypatch.setattr(triton_solver, "Launcher", Recorder)
     monkeypatch.setattr(triton_backend, "why_not", lambda device: None)
-    monkeypatch.setattr(triton_backend, "on_device_of", lambda tensor: contextlib.nullcontext())
+    monkeypatch.setattr(triton_solver, "on_device_of", lambda tensor: contextlib.nullcontext())
     monkeypatch.setattr(triton_map, "_KEPT", {})
     repeats._known.clear()
     rewards, bootstrap = torch.zeros(3 * length if packed else (3, length), dtype=dtype), torch.zeros(3)

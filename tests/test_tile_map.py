@@ -26,16 +26,16 @@ BOUNDARIES = {
 def test_boundaries_that_are_wrong_write_and_wait_for_nothing_else(case: str, no_hang: None) -> None:
     boundaries = torch.tensor(BOUNDARIES[case], device=device_of("triton"))
     tokens, segments = 3 * tiles.WIDTH + 8, len(boundaries) - 1
-    maps = triton_map.tile_maps(boundaries, tokens)
-    for found in maps:
-        assert found.slots is not None
-        rows = [row for row in found.slots.tolist() if row[3] > 0]
+    bounds = triton_map.bounds_of(tokens, segments)
+    slots = triton_map.slots_of(boundaries, tokens).split(bounds)
+    for found, bound, tiled in zip(slots, bounds, (True, False, False), strict=True):
+        rows = [row for row in found.tolist() if row[3] > 0]
         for segment, turn, start, length, first, *_ in rows:
             assert 0 <= segment < segments
             assert 0 <= start <= tokens - length
-            if found.width == tiles.WIDTH:
+            if tiled:
                 assert 0 <= turn < -(-length // tiles.WIDTH)
-                assert 0 <= first <= found.bound - -(-length // tiles.WIDTH)
+                assert 0 <= first <= bound - -(-length // tiles.WIDTH)
         turns = {(row[0], row[1]) for row in rows}
         assert len(turns) == len(rows)
         assert all(turn == 0 or (segment, turn - 1) in turns for segment, turn in turns)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_runs import load_runs
+from .triton_runs import load_anywhere, load_runs
 from .triton_steps import SKIP, ZERO
 
 
@@ -49,7 +49,7 @@ def inputs_of(
     for i in tl.static_range(len(FOLLOWING)):
         found = beside[FOLLOWING[i]]
         if MASKED == SKIP:
-            found = tl.load(inputs[FOLLOWING[i]] + next[0], mask=next[1], other=0).to(DTYPE)
+            found = load_anywhere(inputs[FOLLOWING[i]], *next, ROWS, WIDTH).to(DTYPE)
         following = following + (tl.where(ended, end, found),)
     if CONTINUATION >= 0:
         following = following + (end,)
@@ -82,7 +82,7 @@ def rates_of(
         elif KINDS[rate] == 1:
             found = found + (tl.load(pointers[rate] + segment).to(DTYPE),)
         elif FOLLOWS[rate % len(FOLLOWS)] and MASKED == SKIP:
-            found = found + (tl.load(pointers[rate] + next[0], mask=next[1], other=0).to(DTYPE),)
+            found = found + (load_anywhere(pointers[rate], *next, ROWS, WIDTH).to(DTYPE),)
         else:
             here, beside = load_runs(pointers[rate], origin, tail, FOLLOWS[rate % len(FOLLOWS)], ALIGNED, REVERSE, ROWS, WIDTH)
             found = found + ((beside if FOLLOWS[rate % len(FOLLOWS)] else here).to(DTYPE),)

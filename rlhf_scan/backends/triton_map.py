@@ -5,16 +5,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .tiles import INTERPRETED, MEDIUM, PROGRAM, SHORT, WIDTH
-from .triton_launch import on_device_of
+from .tiles import INTERPRETED, MEDIUM, SHORT, WIDTH
 
 FIELDS = tl.constexpr(
     8
@@ -23,29 +20,20 @@ _BLOCKS = (64, 64) if INTERPRETED else (256, 4096)  # segments that a program lo
 _TURNS = 8 if INTERPRETED else 256  # so many turns are put down side by side
 
 
-@dataclass(frozen=True)
-class TileMap:
-    """The slots of one launch. Of long segments come all first tiles in scan order, then all second ones, ...
-
-    Attributes:
-        width: of the tiles.
-        rows: slots a program holds.
-        bound: at most so many slots are in use.
-        slots: [bound, FIELDS], in one not in use length 0 and anything else; None for rows, whose programs tell their tile from their number.
-    """
-
-    width: int
-    rows: int
-    bound: int
-    slots: Tensor | None
-
-
 # A captured graph neither reads nor fills this: its boundaries may change between replays, and its memory is its own.
 _KEPT = WeakTensorKeyDictionary()
 
 
-def tile_maps(cu_seqlens: Tensor, tokens: int) -> tuple[TileMap, ...]:
-    """The launches that cover a pack: its long segments, then its medium and its short ones."""
+def bounds_of(tokens: int, segments: int) -> tuple[int, int, int]:
+    """At most so many tiles of long segments, medium and short segments a pack has."""
+    return tokens // WIDTH + min(segments, tokens // (MEDIUM + 1)), min(segments, tokens // (SHORT + 1)), min(segments, tokens)
+
+
+def slots_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """[slots, FIELDS]: those of tiles, of which come all first ones in scan order, then all second ones, ...; of medium and of short segments.
+
+    As many of each as there may be; one not in use has length 0, and anything else.
+    """
     capturing = cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()
     if capturing or cu_seqlens.is_inference():
         return _make(cu_seqlens, tokens)
@@ -57,23 +45,16 @@ def tile_maps(cu_seqlens: Tensor, tokens: int) -> tuple[TileMap, ...]:
     return kept[1]
 
 
-def _make(cu_seqlens: Tensor, tokens: int) -> tuple[TileMap, ...]:
+def _make(cu_seqlens: Tensor, tokens: int) -> Tensor:
     segments, device = cu_seqlens.numel() - 1, cu_seqlens.device
-    long = tokens // WIDTH + min(segments, tokens // (MEDIUM + 1))
-    bounds = long, min(segments, tokens // (SHORT + 1)), min(segments, tokens)
+    bounds = bounds_of(tokens, segments)
     slots = torch.empty(sum(bounds), FIELDS.value, dtype=torch.int32 if tokens < 2**31 - WIDTH else torch.int64, device=device)
     block = min(max(triton.next_power_of_2(segments), _BLOCKS[0]), _BLOCKS[1])
-    turns = min(long, tokens // WIDTH + 1, _TURNS)
-    with on_device_of(cu_seqlens):
-        _fill_slots[(turns + triton.cdiv(segments, block),)](
-            cu_seqlens, slots, segments, tokens, *bounds, turns, WIDTH, MEDIUM, SHORT, block, num_warps=min(8, max(1, block // 128))
-        )
-    ordered, medium, short = slots.split(bounds)
-    return (
-        TileMap(WIDTH, 1, long, ordered),
-        TileMap(MEDIUM, PROGRAM // MEDIUM, bounds[1], medium),
-        TileMap(SHORT, PROGRAM // SHORT, bounds[2], short),
+    turns = min(bounds[0], tokens // WIDTH + 1, _TURNS)
+    _fill_slots[(turns + triton.cdiv(segments, block),)](
+        cu_seqlens, slots, segments, tokens, *bounds, turns, WIDTH, MEDIUM, SHORT, block, num_warps=min(8, max(1, block // 128))
     )
+    return slots
 
 
 @triton.jit

@@ -24,11 +24,11 @@ from ..shaping import Sequences, Shaped, ShapingCall, Solved
 from . import triton_whiten
 from .formulas import compiled_formula
 from .tiles import INTERPRETED
-from .triton_backend import Scan, aligned
 from .triton_launch import Launcher, on_device_of
 from .triton_parts import NO_FAULT, is_finite
 from .triton_runs import store_runs
 from .triton_shaping import clamped, jit_estimator, shaped_reward, with_fault
+from .triton_solver import Scan, aligned
 from .triton_whiten import merged_lanes
 
 # What a stage is compiled for: each has its own in place of these.
@@ -87,14 +87,13 @@ class Pass:
         device, count = call.inputs[0].device, sequences.start.numel()
         outputs = tuple(torch.empty(self._shape, dtype=dtype, device=device) for dtype in self._dtypes)
         pairs = -(-count // 2)  # so that what follows starts at a multiple of 16 bytes
-        parts = self._scan.slots(call.tensors) if self._tallied else 0
+        parts = self._scan.rows if self._tallied else 0
         tallies = torch.zeros(4 * pairs + _PART.value * parts, dtype=torch.float64, device=device)
         kl_sum, clamped_tokens, table = tallies.split([2 * pairs, 2 * pairs, _PART.value * parts])
         placed = sequences.placed
         per_sequence = (placed.score, sequences.kl_coef, placed.place, placed.slot, sequences.fault)
         *given, fault = aligned(per_sequence)
-        staged = (*given, *outputs[2:], fault, clamped_tokens.view(torch.int64), kl_sum)
-        self._scan(call.tensors, outputs[:2], lambda first: (*staged, table[_PART.value * first :]))
+        self._scan(call.tensors, outputs[:2], (*given, *outputs[2:], fault, clamped_tokens.view(torch.int64), kl_sum, table))
         shaped = Shaped(*outputs[2:], fault, clamped_tokens.view(torch.int64)[:count], kl_sum[:count])
         return Solved(*outputs[:2], shaped, _merged(table, parts, fault) if self._tallied else None)
 
@@ -168,7 +167,7 @@ def _shape_rewards(staged, here, where, kept, ALIGNED, TILED, REVERSE, ROWS, WID
     A number minus itself is 0, or NaN if it is not finite: with these added, the sum of KL tells whether all are.
     """
     score, kl_coef, place, slot, rewards, kls, fault, clamped_tokens, kl_sums, _ = staged
-    segment, origin, at, head, tail = where
+    segment, origin, at, head, tail, _ = where
     sequence = segment // 2 if PADDED else segment  # every second segment is a sequence's padding
     steps = kept
     if IGNORES_MASK:
@@ -226,7 +225,7 @@ def _shape_rewards(staged, here, where, kept, ALIGNED, TILED, REVERSE, ROWS, WID
 def _tally_advantages(staged, values, where, kept, ROWS, DTYPE):
     """The outputs of `gae`, with 0 as the advantage of the step after a sequence's end."""
     slot, parts = staged[3], staged[9]
-    segment, origin, at, _, tail = where
+    segment, origin, at, _, tail, row = where
     sequence = segment // 2 if PADDED else segment
     advantages = values[0]
     if POST_EOS:
@@ -241,7 +240,7 @@ def _tally_advantages(staged, values, where, kept, ROWS, DTYPE):
         from_near = tl.where(kept, advantages - near, 0.0)
         mean = tl.sum(from_near, 1, keep_dims=True) / tl.maximum(count, 1)
         deviations = tl.where(kept, from_near - mean, 0.0)
-        part = parts + (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]) * _PART
+        part = parts + (tl.zeros([ROWS, 1], tl.int64) + row) * _PART
         tl.store(part, count.to(tl.float64))
         tl.store(part + 1, tl.where(count > 0, near.to(tl.float64) + mean.to(tl.float64), 0.0))
         tl.store(part + 2, tl.sum(deviations * deviations, 1, keep_dims=True).to(tl.float64))

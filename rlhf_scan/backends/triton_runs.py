@@ -13,7 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import tiles
 from .triton_tile import RUN, run_numbers, run_starts
+
+INTERPRETED = tl.constexpr(tiles.INTERPRETED)
 
 
 @triton.jit
@@ -66,11 +69,12 @@ def load_runs(
     first = tl.zeros([ROWS, 1], origin.dtype) + (origin - BEFORE)
     base = ((first + VECTOR) // VECTOR - 1) * VECTOR if MOVES else first
     shift = first - base
-    stop = (first + BEFORE + tail)[:, :, None]
-    vector = base[:, :, None] + run_starts(REVERSE, WIDTH)[None, :, None]
+    starts = run_starts(REVERSE, WIDTH)[None, :, None]
+    vector = base[:, :, None] + starts
+    stop = (shift + BEFORE + tail)[:, :, None]
     elements = ()
     for piece in tl.static_range((NEEDED + VECTOR - 1) // VECTOR):
-        there = vector + piece * VECTOR < stop
+        there = starts + piece * VECTOR < stop
         if BEFORE == 1:
             there = there & (vector + piece * VECTOR >= 0)
         loaded = tl.load(pointer + vector + (piece * VECTOR + tl.arange(0, VECTOR)[None, None, :]), mask=there)
@@ -86,6 +90,22 @@ def load_runs(
         return here, _run(elements, 0 if BEFORE == 1 else 1, ROWS, WIDTH)
     else:
         return here, here
+
+
+@triton.jit
+def _parts(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """[ROWS, WIDTH] -> the RUN tokens of each run, [ROWS, RUNS] each."""
+    return _elements(tl.reshape(x, (ROWS, WIDTH // RUN, RUN)), ROWS, WIDTH // RUN, RUN)
+
+
+@triton.jit
+def load_anywhere(pointer, at, there, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """What stands at the places `at` that are `there`, else 0; token by token of a run, so that it lies within one thread like all else."""
+    at, there = _parts(at, ROWS, WIDTH), _parts(there, ROWS, WIDTH)
+    loaded = ()
+    for i in tl.static_range(RUN):
+        loaded = loaded + (tl.load(pointer + at[i], mask=there[i], other=0),)
+    return _run(loaded, 0, ROWS, WIDTH)
 
 
 @triton.jit
@@ -125,10 +145,28 @@ def load_flags(
 @triton.jit
 def _flags_of(words, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """A flag for each byte."""
+    halves = words.to(tl.int32), (words >> 32).to(tl.int32)
     flags = ()
     for i in tl.static_range(RUN):
-        flags = flags + (((words >> (8 * i)) & 255).to(tl.int32),)
+        flags = flags + (halves[i // 4] & (-1 << 24 if i % 4 == 3 else 255 << (8 * (i % 4))),)
     return _run(flags, 0, ROWS, WIDTH) != 0
+
+
+@triton.jit
+def ask_for(pointer, first, count, WIDTH: tl.constexpr):
+    """Have `count` tokens from `first` on brought into the L2 cache, for a program that will read them soon."""
+    if not INTERPRETED:
+        address = (pointer + first).to(tl.uint64)
+        begin = address // 16 * 16
+        size = (address + count * (pointer.dtype.element_ty.primitive_bitwidth // 8) + 15) // 16 * 16 - begin
+        tl.inline_asm_elementwise(
+            "{ .reg .pred asks; setp.eq.s32 asks, $3, 0; @asks cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,r,r",
+            [begin, tl.where(count > 0, size, 0).to(tl.uint32), tl.arange(0, WIDTH // RUN) + tl.where(count > 0, 0, 1)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The scan core of the Triton backend: one kernel over tiles of segments, specialised by an estimator's formulas. It knows no RL.
+"""The scan core of the Triton backend: kernels over tiles of segments, specialised by an estimator's formulas. They know no RL.
 
 A program reads its tile's raw inputs once, builds (a, b) in registers, scans them, takes the carry from the tile before it in scan order, and
 writes the outputs once. Names and conventions are those of `triton_steps`.
@@ -9,24 +9,72 @@ writes the outputs once. Names and conventions are those of `triton_steps`.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from .triton_carry import entering_carry, look_early
 from .triton_inputs import inputs_of, rates_of
 from .triton_map import FIELDS
-from .triton_runs import store_runs
+from .triton_runs import ask_for, store_runs
 from .triton_steps import NO_MASK, SKIP, boundaries, end_value, trainable
 from .triton_tile import RUN, down_runs, passed, places, up_runs
 
+# A program asks for the tile of the program that comes so many later: three for each multiprocessor of an H200. On it rows of 1024 x 16384 took
+# 72.5 us (76.2 where none asks, 74.8 with 264, 74.0 with 528, 89.8 with 1056, which push each other out), and 128 x 131072 75.5 us (83.7).
+AHEAD = tl.constexpr(396)
+
+
+class How(NamedTuple):
+    """What the kernels of a call are compiled for. A kind is as in `triton_steps`.
+
+    Attributes:
+        coefficients, results: the estimator's formulas.
+        BEFORE, AFTER: None, or a stage that makes what the formulas read of what was given, and one that changes what they made.
+        CHANNELS: how many scans share the inputs.
+        RATE_KINDS: the kind of each rate of each channel.
+        FOLLOWING, BESIDE: the inputs that the builder reads at the next step, by position; for each input, whether it does.
+        RATE_FOLLOWS: for each rate of a channel, whether the formulas read it at the next step.
+        CONTINUATION: as in `Call`.
+        FLAGS, BOOTSTRAP: the kinds of mask, terminated, truncated; of the bootstrap.
+        END_IS_CARRY: the value after the end is the x that follows, too.
+        MASKED, REVERSE, STARTS: as in `Call` and its estimator.
+        STOPS: whether b may be 0 between steps of a segment: then nothing passes there, not even NaN.
+        GROUP: tiles composed at one look.
+        DTYPE, WORD: of the arithmetic, and the integer as wide.
+        INDEX: of places.
+    """
+
+    coefficients: Any
+    results: Any
+    BEFORE: Any
+    AFTER: Any
+    CHANNELS: int
+    RATE_KINDS: tuple[int, ...]
+    FOLLOWING: tuple[int, ...]
+    BESIDE: tuple[bool, ...]
+    RATE_FOLLOWS: tuple[bool, ...]
+    CONTINUATION: int
+    FLAGS: tuple[int, ...]
+    BOOTSTRAP: int
+    END_IS_CARRY: bool
+    MASKED: int
+    REVERSE: bool
+    STARTS: bool
+    STOPS: bool
+    GROUP: int
+    DTYPE: Any
+    WORD: Any
+    INDEX: Any
+
 
 @triton.jit
-def _tile_of_program(slots, segments, length, REVERSE: tl.constexpr, WIDTH: tl.constexpr, INDEX: tl.constexpr):
+def _tile_of_program(program, slots, segments, length, REVERSE: tl.constexpr, WIDTH: tl.constexpr, INDEX: tl.constexpr):
     """The one tile of a program: (segment, its first token, its length, tile, slot of its carry); length 0 where there is nothing to do.
 
     All first tiles in scan order come first, then all second ones, ...; carries lie by segment, tile after tile.
     """
-    program = tl.program_id(0).to(INDEX)
     if slots is None:
         turn = program // segments
         segment = program % segments
@@ -44,9 +92,18 @@ def _tile_of_program(slots, segments, length, REVERSE: tl.constexpr, WIDTH: tl.c
 
 
 @triton.jit
-def _rows_of_program(slots, segments, length, bound, ROWS: tl.constexpr, INDEX: tl.constexpr):
-    """The ROWS whole segments of a program, as [ROWS, 1]: (segment, its first token, its length), length 0 where there is none."""
-    slot = tl.program_id(0).to(INDEX) * ROWS + tl.arange(0, ROWS)[:, None]
+def _ask_ahead(inputs, ahead, WIDTH: tl.constexpr):
+    """Have the inputs of a later program's tile brought near: it then waits for less, while it keeps others from running."""
+    _, start, length, tile, _ = ahead
+    count = tl.where(length > 0, tl.minimum(length - tile * WIDTH, WIDTH), 0)  # what else an unused slot says is anything
+    for i in tl.static_range(len(inputs)):
+        ask_for(inputs[i], start + tile * WIDTH, count, WIDTH)
+
+
+@triton.jit
+def _rows_of_program(first, slots, segments, length, bound, ROWS: tl.constexpr, INDEX: tl.constexpr):
+    """ROWS whole segments, of the `bound` that there are, from the `first` on: (segment, its first token, its length), length 0 for none."""
+    slot = first + tl.arange(0, ROWS)[:, None]
     if slots is None:
         segment = tl.minimum(slot, segments - 1)
         start = segment * length
@@ -61,128 +118,206 @@ def _rows_of_program(slots, segments, length, bound, ROWS: tl.constexpr, INDEX: 
 
 @triton.jit
 def _solved(
-    a,
-    b,
-    early,
-    carries,
-    chain,
-    channel: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    REVERSE: tl.constexpr,
-    TILED: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DTYPE: tl.constexpr,
-    WORD: tl.constexpr,
+    a, b, early, carries, chain, channel: tl.constexpr, HOW: tl.constexpr, TILED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
     """(x, x that precedes) of each token of a tile whose steps are (a, b)."""
-    first, second, third, run_a, run_b, before_a, before_b = up_runs(a, b, REVERSE, ROWS, WIDTH)
-    entering = tl.cast(0, DTYPE)
+    first, second, third, run_a, run_b, before_a, before_b = up_runs(a, b, HOW.REVERSE, HOW.STOPS, ROWS, WIDTH)
+    entering = tl.cast(0, HOW.DTYPE)
     if TILED:
         entering = entering_carry(
-            run_a, run_b, early[channel], carries, chain, channel, CHANNELS, REVERSE, GROUP, WIDTH // RUN, DTYPE, WORD
+            run_a, run_b, early[channel], carries, chain, channel, HOW.CHANNELS, HOW.REVERSE, HOW.GROUP, WIDTH // RUN, HOW.DTYPE, HOW.WORD
         )
-    return down_runs(passed(before_a, before_b, entering), first, second, third, a, b, REVERSE, ROWS, WIDTH)
+    entering = passed(before_a, before_b, entering, HOW.STOPS)
+    return down_runs(entering, first, second, third, a, b, HOW.REVERSE, HOW.STOPS, ROWS, WIDTH)
 
 
-# Not specialised, so that the number of compiled kernels does not depend on how many different shapes there are.
+@triton.jit
+def _solve(
+    given, place, chain, ahead, HOW: tl.constexpr, ALIGNED: tl.constexpr, TILED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Everything, for the tile (TILED) or the ROWS whole segments of one program. ALIGNED: they start at multiples of RUN.
+
+    `given` are inputs, outputs, rates, numbers in place of them, flags, bootstrap, carries, and what the stages take; `place` is (segment,
+    first token, tokens of the segment before it, and from it on, number of the row among those of all programs); `chain` (slot of the tile's
+    carry, tile, tiles of the segment, slots in all); `ahead` a later program's tile.
+    """
+    inputs, outputs, rates, rate_numbers, flags, bootstrap, carries, staged = given
+    segment, origin, head, tail, row = place
+    early = ()
+    if TILED:
+        for channel in tl.static_range(HOW.CHANNELS):
+            early = early + (look_early(carries, chain, channel, HOW.CHANNELS, HOW.REVERSE, HOW.GROUP),)
+    at = places(HOW.REVERSE, WIDTH)
+    keeps = trainable(flags, origin, at, head, tail, HOW.MASKED, HOW.REVERSE, ALIGNED, ROWS, WIDTH)
+    steps = keeps[0] if HOW.MASKED == SKIP else at < tail
+    place, ended, terminated = boundaries(
+        flags, segment, origin, at, head, tail, keeps[1], HOW.FLAGS, HOW.MASKED, HOW.REVERSE, HOW.STARTS, ALIGNED, TILED, ROWS, WIDTH
+    )
+    end = end_value(bootstrap, segment, origin, place, head, tail, ended, terminated, HOW.BOOTSTRAP, HOW.REVERSE, HOW.DTYPE)
+    next = origin + place + (1 if HOW.REVERSE else -1), steps & (ended == 0)
+    ends, rated = (ended, terminated, end), (rates, rate_numbers)
+    here, following = inputs_of(
+        inputs,
+        origin,
+        tail,
+        next,
+        keeps,
+        ends,
+        HOW.FOLLOWING,
+        HOW.BESIDE,
+        HOW.CONTINUATION,
+        HOW.MASKED,
+        ALIGNED,
+        HOW.REVERSE,
+        ROWS,
+        WIDTH,
+        HOW.DTYPE,
+    )
+    if TILED:
+        _ask_ahead(inputs, ahead, WIDTH)
+    where = segment, origin, at, head, tail, row
+    if HOW.BEFORE is not None:
+        here = HOW.BEFORE(staged, here, where, keeps[0], ALIGNED, TILED, HOW.REVERSE, ROWS, WIDTH, HOW.DTYPE)
+    solved, before = (), ()
+    for channel in tl.static_range(HOW.CHANNELS):
+        taken = rates_of(
+            rated,
+            segment,
+            origin,
+            tail,
+            next,
+            channel,
+            HOW.RATE_FOLLOWS,
+            HOW.RATE_KINDS,
+            HOW.MASKED,
+            ALIGNED,
+            HOW.REVERSE,
+            ROWS,
+            WIDTH,
+            HOW.DTYPE,
+        )
+        a, b = HOW.coefficients(here, following, taken)
+        if channel == 0:
+            numbers = taken
+        if HOW.END_IS_CARRY:
+            a = tl.where(ended & (end != 0), a + b * end, a)
+        b = tl.where(ended, tl.cast(0, HOW.DTYPE), b)
+        # Where it HOW.STOPS, what lies beyond the segment needs no care: an end is between, or nothing follows it.
+        if HOW.MASKED == SKIP:
+            a, b = tl.where(steps, a, tl.cast(0, HOW.DTYPE)), tl.where(steps, b, tl.cast(1, HOW.DTYPE))
+        elif HOW.REVERSE and not HOW.STOPS:
+            a = tl.where(at < tail, a, tl.cast(0, HOW.DTYPE))
+        x, preceding_x = _solved(a, b, early, carries, chain, channel, HOW, TILED, ROWS, WIDTH)
+        preceding_x = tl.where(next[1], preceding_x, tl.cast(0, HOW.DTYPE))
+        solved, before = solved + (x,), before + (preceding_x,)
+    if HOW.CHANNELS == 1:
+        solved, before = solved + (solved[0],), before + (before[0],)
+    values = HOW.results(here, following, solved, before, numbers)
+    if HOW.AFTER is not None:
+        values = HOW.AFTER(staged, values, where, keeps[0], ROWS, HOW.DTYPE)
+    for i in tl.static_range(len(outputs)):
+        value = values[i] if HOW.MASKED == NO_MASK else tl.where(keeps[0], values[i], 0.0)
+        store_runs(outputs[i], origin, tail, value, ALIGNED, TILED, HOW.REVERSE, ROWS, WIDTH)
+
+
+@triton.jit
+def _solve_tile(given, program, slots, segments, length, bound, HOW: tl.constexpr, ALIGNED: tl.constexpr, WIDTH: tl.constexpr):
+    """A program's tile, of the `bound` that there are at most."""
+    later = tl.minimum(program + AHEAD, bound - 1)
+    ahead = _tile_of_program(later, slots, segments, length, HOW.REVERSE, WIDTH, HOW.INDEX)
+    segment, start, length, tile, slot = _tile_of_program(program, slots, segments, length, HOW.REVERSE, WIDTH, HOW.INDEX)
+    if length > 0:
+        origin, head, tail = start + tile * WIDTH, tile * WIDTH, length - tile * WIDTH
+        if ALIGNED:
+            origin, tail = origin // RUN * RUN, tail // RUN * RUN  # tells the compiler
+        chain = slot, tile, tl.cdiv(length, WIDTH), bound
+        inside = False
+        if not ALIGNED and HOW.MASKED == NO_MASK and HOW.FLAGS[1] < 2 and HOW.FLAGS[2] < 2:
+            inside = (tail > WIDTH) & (origin % RUN == 0)
+        if inside:
+            # The segment's end lies beyond the tile: a constant tail tells the compiler, which then leaves out what looks for it.
+            place = segment, origin // RUN * RUN, head, tail * 0 + (WIDTH + RUN), program
+            _solve(given, place, chain, ahead, HOW, True, True, 1, WIDTH)
+        else:
+            _solve(given, (segment, origin, head, tail, program), chain, ahead, HOW, ALIGNED, True, 1, WIDTH)
+
+
+@triton.jit
+def _solve_rows(
+    given, first, row, slots, segments, length, bound, HOW: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """ROWS whole segments from the `first` on, the rows of the launch from `row` on."""
+    segment, start, length = _rows_of_program(first, slots, segments, length, bound, ROWS, HOW.INDEX)
+    rows = row + tl.arange(0, ROWS)[:, None]
+    there = True if slots is None else tl.max(length) > 0
+    if there:
+        if ALIGNED:
+            start, length = start // RUN * RUN, length // RUN * RUN
+        _solve(given, (segment, start, length * 0, length, rows), (), None, HOW, ALIGNED, False, ROWS, WIDTH)
+
+
+# Nothing is specialised by its value, so that the number of compiled kernels does not depend on how many different shapes there are.
 @triton.jit(do_not_specialize=["segments", "length", "bound"])
-def scan_tiles(
+def scan_rows(
     inputs,
     outputs,
     rates,
     rate_numbers,
     flags,
     bootstrap,
-    slots,  # of a pack, else None: rows of `length` tokens
     carries,
-    staged,  # what the two stages take, else None
+    staged,
     segments,
     length,
     bound,
-    coefficients: tl.constexpr,
-    results: tl.constexpr,
-    BEFORE: tl.constexpr,  # None, or a stage that makes what the formulas read of what was given
-    AFTER: tl.constexpr,  # None, or one that changes what they made
-    CHANNELS: tl.constexpr,
-    RATE_KINDS: tl.constexpr,
-    FOLLOWING: tl.constexpr,
-    RATE_FOLLOWS: tl.constexpr,  # for each rate of a channel, whether the formulas read it at the next step
-    CONTINUATION: tl.constexpr,
-    FLAGS: tl.constexpr,
-    BOOTSTRAP: tl.constexpr,
-    END_IS_CARRY: tl.constexpr,
-    MASKED: tl.constexpr,
-    REVERSE: tl.constexpr,
-    STARTS: tl.constexpr,
-    BESIDE: tl.constexpr,  # of each input, whether the builder reads it at the next step
-    ALIGNED: tl.constexpr,  # rows start at multiples of RUN
+    HOW: tl.constexpr,
+    ALIGNED: tl.constexpr,
     TILED: tl.constexpr,
-    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-    DTYPE: tl.constexpr,
-    WORD: tl.constexpr,
-    INDEX: tl.constexpr,
 ):
-    """Everything, for the tile (TILED) or the ROWS whole segments of one program."""
-    if ALIGNED:
-        length = length // RUN * RUN  # tells the compiler
+    """Rows of `length` tokens: a tile of one, or ROWS of them."""
+    given = inputs, outputs, rates, rate_numbers, flags, bootstrap, carries, staged
+    program = tl.program_id(0).to(HOW.INDEX)
     if TILED:
-        segment, start, length, tile, slot = _tile_of_program(slots, segments, length, REVERSE, WIDTH, INDEX)
-        if length <= 0:
-            return
-        head = tile * WIDTH
+        _solve_tile(given, program, None, segments, length, tl.cast(bound, HOW.INDEX), HOW, ALIGNED, WIDTH)
     else:
-        segment, start, length = _rows_of_program(slots, segments, length, bound, ROWS, INDEX)
-        if slots is not None and tl.max(length) <= 0:
-            return
-        head = length * 0
-    origin, tail = start + head, length - head
-    chain, early = (), ()
-    if TILED:
-        chain = slot, tile, tl.cdiv(length, WIDTH), tl.cast(bound, INDEX)
-        for channel in tl.static_range(CHANNELS):
-            early = early + (look_early(carries, chain, channel, CHANNELS, REVERSE, GROUP),)
-    at = places(REVERSE, WIDTH)
-    keeps = trainable(flags, origin, at, head, tail, MASKED, REVERSE, ALIGNED, ROWS, WIDTH)
-    steps = keeps[0] if MASKED == SKIP else at < tail
-    place, ended, terminated = boundaries(
-        flags, segment, origin, at, head, tail, keeps[1], FLAGS, MASKED, REVERSE, STARTS, ALIGNED, TILED, ROWS, WIDTH
-    )
-    end = end_value(bootstrap, segment, origin, place, head, tail, ended, terminated, BOOTSTRAP, REVERSE, DTYPE)
-    next = origin + place + (1 if REVERSE else -1), steps & (ended == 0)
-    ends, given = (ended, terminated, end), (rates, rate_numbers)
-    here, following = inputs_of(
-        inputs, origin, tail, next, keeps, ends, FOLLOWING, BESIDE, CONTINUATION, MASKED, ALIGNED, REVERSE, ROWS, WIDTH, DTYPE
-    )
-    where = segment, origin, at, head, tail
-    if BEFORE is not None:
-        here = BEFORE(staged, here, where, keeps[0], ALIGNED, TILED, REVERSE, ROWS, WIDTH, DTYPE)
-    solved = ()
-    before = ()
-    for channel in tl.static_range(CHANNELS):
-        taken = rates_of(
-            given, segment, origin, tail, next, channel, RATE_FOLLOWS, RATE_KINDS, MASKED, ALIGNED, REVERSE, ROWS, WIDTH, DTYPE
-        )
-        a, b = coefficients(here, following, taken)
-        if channel == 0:
-            numbers = taken
-        if END_IS_CARRY:
-            a = tl.where(ended & (end != 0), a + b * end, a)
-        b = tl.where(ended, tl.cast(0, DTYPE), b)
-        # What lies beyond the segment needs no such care: an end is between, or nothing follows it.
-        if MASKED == SKIP:
-            a, b = tl.where(steps, a, tl.cast(0, DTYPE)), tl.where(steps, b, tl.cast(1, DTYPE))
-        x, preceding_x = _solved(a, b, early, carries, chain, channel, CHANNELS, REVERSE, TILED, GROUP, ROWS, WIDTH, DTYPE, WORD)
-        preceding_x = tl.where(next[1], preceding_x, tl.cast(0, DTYPE))
-        solved, before = solved + (x,), before + (preceding_x,)
-    if CHANNELS == 1:
-        solved, before = solved + (solved[0],), before + (before[0],)
-    values = results(here, following, solved, before, numbers)
-    if AFTER is not None:
-        values = AFTER(staged, values, where, keeps[0], ROWS, DTYPE)
-    for i in tl.static_range(len(outputs)):
-        value = values[i] if MASKED == NO_MASK else tl.where(keeps[0], values[i], 0.0)
-        store_runs(outputs[i], origin, tail, value, ALIGNED, TILED, REVERSE, ROWS, WIDTH)
+        _solve_rows(given, program * ROWS, program * ROWS, None, segments, length, bound, HOW, ALIGNED, ROWS, WIDTH)
+
+
+@triton.jit(do_not_specialize=["long", "medium", "short"])
+def scan_pack(
+    inputs,
+    outputs,
+    rates,
+    rate_numbers,
+    flags,
+    bootstrap,
+    carries,
+    staged,
+    slots,
+    long,  # slots of tiles, of medium and of short segments
+    medium,
+    short,
+    HOW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MEDIUM: tl.constexpr,
+    SHORT: tl.constexpr,
+):
+    """Packed segments: a tile of a long one, or as many tokens of medium or of short ones."""
+    given = inputs, outputs, rates, rate_numbers, flags, bootstrap, carries, staged
+    program = tl.program_id(0).to(HOW.INDEX)
+    tiles = tl.cast(long, HOW.INDEX)
+    if program < tiles:
+        _solve_tile(given, program, slots, 0, 0, tiles, HOW, False, WIDTH)
+    else:
+        ROWS: tl.constexpr = WIDTH // MEDIUM
+        first = (program - tiles) * ROWS
+        slots += tiles * FIELDS
+        if first < medium:
+            _solve_rows(given, first, tiles + first, slots, 0, 0, medium, HOW, False, ROWS, MEDIUM)
+        else:
+            before = tl.cdiv(medium, ROWS)
+            slots += tl.cast(medium, HOW.INDEX) * FIELDS
+            first = (program - tiles - before) * (WIDTH // SHORT)
+            _solve_rows(given, first, tiles + before * ROWS + first, slots, 0, 0, short, HOW, False, WIDTH // SHORT, SHORT)

@@ -36,36 +36,41 @@ def places(REVERSE: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def passed(a, b, x):
-    """x after a step: where b is 0 nothing of it passes, not even NaN. Fused here, and nowhere by the compiler, whose choice would change bits."""
-    return tl.where(b == 0, a, tl.fma(b, x, a))
+def passed(a, b, x, STOPS: tl.constexpr = True):
+    """x after a step: if it STOPS, nothing of it passes where b is 0, not even NaN.
+
+    Fused here, and nowhere by the compiler, whose choice would change bits.
+    """
+    fused = tl.fma(b, x, a)
+    return tl.where(b == 0, a, fused) if STOPS else fused
 
 
 @triton.jit
-def compose(a_first, b_first, a_then, b_then):
+def compose(a_first, b_first, a_then, b_then, STOPS: tl.constexpr = True):
     """What two steps do to a carry."""
-    return passed(a_then, b_then, a_first), tl.where(b_then == 0, 0.0, b_then * b_first)
+    both = b_then * b_first
+    return passed(a_then, b_then, a_first, STOPS), tl.where(b_then == 0, 0.0, both) if STOPS else both
 
 
 @triton.jit
-def _up(a, b, REVERSE: tl.constexpr):
+def _up(a, b, REVERSE: tl.constexpr, STOPS: tl.constexpr):
     """The two halves' (a, b), and what both do."""
     left_a, right_a = tl.split(a)
     left_b, right_b = tl.split(b)
     if REVERSE:
-        both_a, both_b = compose(right_a, right_b, left_a, left_b)
+        both_a, both_b = compose(right_a, right_b, left_a, left_b, STOPS)
     else:
-        both_a, both_b = compose(left_a, left_b, right_a, right_b)
+        both_a, both_b = compose(left_a, left_b, right_a, right_b, STOPS)
     return left_a, left_b, right_a, right_b, both_a, both_b
 
 
 @triton.jit
-def _down(entering, left_a, left_b, right_a, right_b, REVERSE: tl.constexpr):
+def _down(entering, left_a, left_b, right_a, right_b, REVERSE: tl.constexpr, STOPS: tl.constexpr):
     """x that enters each half, given what enters both."""
     if REVERSE:
-        return tl.join(passed(right_a, right_b, entering), entering)
+        return tl.join(passed(right_a, right_b, entering, STOPS), entering)
     else:
-        return tl.join(entering, passed(left_a, left_b, entering))
+        return tl.join(entering, passed(left_a, left_b, entering, STOPS))
 
 
 @triton.jit
@@ -83,26 +88,37 @@ def _compose_and_before(a_first, b_first, before_a_first, before_b_first, a_then
 
 
 @triton.jit
-def up_runs(a, b, REVERSE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _fused_and_before(a_first, b_first, before_a_first, before_b_first, a_then, b_then, before_a_then, before_b_then):
+    """The same where nothing stops."""
+    before_a, before_b = compose(a_first, b_first, before_a_then, before_b_then, False)
+    a, b = compose(a_first, b_first, a_then, b_then, False)
+    return a, b, before_a, before_b
+
+
+@triton.jit
+def up_runs(a, b, REVERSE: tl.constexpr, STOPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Three levels of halves, and [ROWS, runs] what a run and those before it in the tile do to a carry, then what those before it do."""
-    first = _up(runs_of(a, ROWS, WIDTH), runs_of(b, ROWS, WIDTH), REVERSE)
-    second = _up(first[4], first[5], REVERSE)
-    third = _up(second[4], second[5], REVERSE)
+    first = _up(runs_of(a, ROWS, WIDTH), runs_of(b, ROWS, WIDTH), REVERSE, STOPS)
+    second = _up(first[4], first[5], REVERSE, STOPS)
+    third = _up(second[4], second[5], REVERSE, STOPS)
     run_a, run_b = third[4], third[5]
     before_a, before_b = tl.zeros_like(run_a), tl.zeros_like(run_b) + 1
     if WIDTH > RUN:
-        run_a, run_b, before_a, before_b = tl.associative_scan((run_a, run_b, before_a, before_b), 1, _compose_and_before)
+        if STOPS:
+            run_a, run_b, before_a, before_b = tl.associative_scan((run_a, run_b, before_a, before_b), 1, _compose_and_before)
+        else:
+            run_a, run_b, before_a, before_b = tl.associative_scan((run_a, run_b, before_a, before_b), 1, _fused_and_before)
     return first, second, third, run_a, run_b, before_a, before_b
 
 
 @triton.jit
-def down_runs(entering, first, second, third, a, b, REVERSE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def down_runs(entering, first, second, third, a, b, REVERSE: tl.constexpr, STOPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """(x, x that precedes) of each token, given the x that enters each run."""
-    entering = _down(entering, third[0], third[1], third[2], third[3], REVERSE)
-    entering = _down(entering, second[0], second[1], second[2], second[3], REVERSE)
-    entering = _down(entering, first[0], first[1], first[2], first[3], REVERSE)
+    entering = _down(entering, third[0], third[1], third[2], third[3], REVERSE, STOPS)
+    entering = _down(entering, second[0], second[1], second[2], second[3], REVERSE, STOPS)
+    entering = _down(entering, first[0], first[1], first[2], first[3], REVERSE, STOPS)
     preceding = tl.reshape(entering, (ROWS, WIDTH))
-    return passed(a, b, preceding), preceding
+    return passed(a, b, preceding, STOPS), preceding
 
 
 @triton.jit
