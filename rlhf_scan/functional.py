@@ -47,7 +47,8 @@ def gae(
         rewards: r_t, [B, T] (each row a segment), or packed [N] with `segments` (without: one segment). With `segments`, [B, T] is read as
             a pack of B * T tokens.
         values: V(s_t), the shape of `rewards`; V(s_T) goes into `bootstrap`.
-        gamma: discount in [0, 1]: a number, [S] per segment ([B] for rows), or one per token.
+        gamma: discount in [0, 1]: a number, [S] per segment ([B] for rows), or one per token. Where a pack has as many segments as tokens, [N]
+            is per segment; as a row, [1, N], tokens are told apart.
         lam: trace parameter in [0, 1], likewise.
         lam_value: a second lambda, for `returns` only (VAPO); computed in the same pass.
         segments: where the segments of a pack lie.

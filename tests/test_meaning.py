@@ -158,6 +158,16 @@ def test_empty_segments(lengths: list[int], backend: str) -> None:
     assert found.tolist() == expected
 
 
+def test_as_many_segments_as_tokens(backend: str) -> None:
+    """[N] is then per segment; as a row the tokens are told apart."""
+    device, segments = device_of(backend), Segments.from_lengths([2, 0, 1])
+    rewards, gamma = torch.ones(3, device=device), torch.tensor([0.5, 0.25, 0.125], device=device)
+    options: dict[str, Any] = {"segments": segments, "backend": backend, "bootstrap": torch.tensor([8.0, nan, 16.0], device=device)}
+    assert rlhf_scan.discounted_returns(rewards, gamma=gamma, **options).tolist() == [1 + 0.5 * 5, 1 + 0.5 * 8, 1 + 0.125 * 16]
+    row = rlhf_scan.discounted_returns(rewards[None], gamma=gamma[None], **options)
+    assert row.tolist() == [[1 + 0.5 * 3, 1 + 0.25 * 8, 1 + 0.125 * 16]]
+
+
 def test_only_empty_segments(backend: str) -> None:
     none = torch.empty(0, device=device_of(backend))
     found = rlhf_scan.gae(none, none, segments=Segments.from_lengths([0, 0]), bootstrap=torch.ones(2, device=none.device), backend=backend)
