@@ -134,6 +134,37 @@ def _at_end(tensor, sequence, there, step, KIND: tl.constexpr):
     return tl.load(tensor + sequence, mask=there, other=0) if KIND == 1 else tl.load(tensor + step, mask=there & (step >= 0), other=0)
 
 
+@triton.jit
+def _paid(given, sequence, there, last, slot, eos, missing_eos, bias, scale, low, high, penalty, ROWS: tl.constexpr, DTYPE: tl.constexpr):
+    """The score; on the way it is written which sequences pay for a missing end."""
+    score = tl.zeros([ROWS], DTYPE)
+    if given[0] is not None:
+        score = tl.load(given[0] + sequence, mask=there, other=0).to(DTYPE)
+    score = _score_paid(score, tl.full([], bias, DTYPE), tl.full([], scale, DTYPE), tl.full([], low, DTYPE), tl.full([], high, DTYPE))
+    if missing_eos is not None:
+        has_eos = (eos > 0).to(tl.int32)
+        if given[2] is not None:
+            has_eos = (tl.load(given[2] + sequence, mask=there, other=0) != 0).to(tl.int32)
+        missing = _lacks_eos(has_eos, last, slot)
+        score = tl.where(missing, score - tl.full([], penalty, DTYPE), score)
+        tl.store(missing_eos + sequence, missing.to(tl.uint8), mask=there)
+    return score
+
+
+@triton.jit
+def _faults(score, coefficient, ends, sequence, there, start, end, place, step, TERMINATED: tl.constexpr, BOOTSTRAP: tl.constexpr):
+    """The first number that is not finite, of those that there are once per sequence."""
+    fault = tl.full([sequence.shape[0]], NO_FAULT, tl.int64)
+    fault = _with_fault(fault, is_finite(score) == 0, place, start, _SCORES)
+    fault = _with_fault(fault, is_finite(coefficient) == 0, end, start, _KL_COEF)
+    if BOOTSTRAP > 0:
+        bad = is_finite(_at_end(ends[2], sequence, there, step, BOOTSTRAP).to(tl.float64)) == 0
+        if TERMINATED > 0:
+            bad = bad & (_at_end(ends[0], sequence, there, step, TERMINATED) == 0)
+        fault = _with_fault(fault, bad, step, start, _BOOTSTRAP)
+    return fault
+
+
 @triton.jit(do_not_specialize=["length", "segments", "tokens", "parts", "room"])
 def _place(
     cu_seqlens,
@@ -181,50 +212,24 @@ def _place(
         slot = _slot_after(last, end, start, stop)
     place = _token_of_score(last, end, slot, TRAILING)
     step = tl.maximum(slot, end)
-
-    score = tl.zeros([ROWS], DTYPE)
-    if given[0] is not None:
-        score = tl.load(given[0] + sequence, mask=there, other=0).to(DTYPE)
-    score = _score_paid(score, tl.full([], bias, DTYPE), tl.full([], scale, DTYPE), tl.full([], low, DTYPE), tl.full([], high, DTYPE))
-    if missing_eos is not None:
-        has_eos = (eos > 0).to(tl.int32)
-        if given[2] is not None:
-            has_eos = (tl.load(given[2] + sequence, mask=there, other=0) != 0).to(tl.int32)
-        missing = _lacks_eos(has_eos, last, slot)
-        score = tl.where(missing, score - tl.full([], penalty, DTYPE), score)
-        tl.store(missing_eos + sequence, missing.to(tl.uint8), mask=there)
+    score = _paid(given, sequence, there, last, slot, eos, missing_eos, bias, scale, low, high, penalty, ROWS, DTYPE)
     coefficient = tl.full([ROWS], kl_coef, DTYPE)
     if given[1] is not None:
         coefficient = tl.load(given[1] + sequence, mask=there, other=0).to(DTYPE)
-
-    fault = tl.full([ROWS], NO_FAULT, tl.int64)
-    fault = _with_fault(fault, is_finite(score) == 0, place, start, _SCORES)
-    fault = _with_fault(fault, is_finite(coefficient) == 0, end, start, _KL_COEF)
-    if ends[2] is not None:
-        bad = is_finite(_at_end(ends[2], sequence, there, step, BOOTSTRAP).to(tl.float64)) == 0
-        if ends[0] is not None:
-            bad = bad & (_at_end(ends[0], sequence, there, step, TERMINATED) == 0)
-        fault = _with_fault(fault, bad, step, start, _BOOTSTRAP)
+    fault = _faults(score, coefficient, ends, sequence, there, start, end, place, step, TERMINATED, BOOTSTRAP)
+    if ZERO_FAULTS:
+        score = tl.where(is_finite(score), score, 0.0)
     if TRUNCATED == 1:
         cut = tl.load(ends[1] + sequence, mask=there, other=0) != 0
         if TERMINATED == 1:
             cut = cut & (tl.load(ends[0] + sequence, mask=there, other=0) == 0)
         cuts = cut.to(tl.int64)
-    if ZERO_FAULTS:
-        score = tl.where(is_finite(score), score, 0.0)
     if trimmed is not None:
         tl.store(trimmed + 2 * sequence, start, mask=there)
         tl.store(trimmed + 2 * sequence + 1, tl.maximum(step + 1, start), mask=there)
         tl.store(trimmed + 2 * sequence + 2, stop, mask=sequence == segments - 1)
-
-    tl.store(places + sequence, start, mask=there)
-    tl.store(places + room + sequence, last, mask=there)
-    tl.store(places + 2 * room + sequence, end, mask=there)
-    tl.store(places + 3 * room + sequence, trainable, mask=there)
-    tl.store(places + 4 * room + sequence, eos, mask=there)
-    tl.store(places + 5 * room + sequence, place, mask=there)
-    tl.store(places + 6 * room + sequence, slot, mask=there)
-    tl.store(places + 7 * room + sequence, fault, mask=there)
-    tl.store(places + 8 * room + sequence, cuts, mask=there)
+    found = start, last, end, trainable, eos, place, slot, fault, cuts
+    for i in tl.static_range(len(found)):
+        tl.store(places + i * room + sequence, found[i], mask=there)
     tl.store(numbers + sequence, score, mask=there)
     tl.store(numbers + room + sequence, coefficient, mask=there)
