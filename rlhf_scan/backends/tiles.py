@@ -8,10 +8,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 # Tokens of a tile. A tile starts at a multiple of it from its segment's start, so a segment's bits do not depend on where it lies.
 WIDTH = 64 if INTERPRETED else 2048
-# Packed segments up to this long share a program, several rows of it.
+# Packed segments up to this long share a program, several rows of it: as many as have WIDTH tokens.
 MEDIUM = 32 if INTERPRETED else 512
 SHORT = 16 if INTERPRETED else 128
 # Tiles whose carries are composed at one look, and groups of tiles likewise.
 GROUP = 4 if INTERPRETED else 32
-# Tokens of a program whose rows are shorter than a tile.
+# Tokens of a program that takes several rows of a batch of rows.
 PROGRAM = 64 if INTERPRETED else 1024

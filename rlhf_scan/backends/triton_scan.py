@@ -92,10 +92,11 @@ def _tile_of_program(program, slots, segments, length, REVERSE: tl.constexpr, WI
 
 
 @triton.jit
-def _ask_ahead(inputs, ahead, WIDTH: tl.constexpr):
+def _ask_ahead(inputs, ahead, there, WIDTH: tl.constexpr):
     """Have the inputs of a later program's tile brought near: it then waits for less, while it keeps others from running."""
     _, start, length, tile, _ = ahead
-    count = tl.where(length > 0, tl.minimum(length - tile * WIDTH, WIDTH), 0)  # what else an unused slot says is anything
+    # What else an unused slot says is anything.
+    count = tl.where(there & (length > 0), tl.minimum(length - tile * WIDTH, WIDTH), 0)
     for i in tl.static_range(len(inputs)):
         ask_for(inputs[i], start + tile * WIDTH, count, WIDTH)
 
@@ -139,7 +140,8 @@ def _solve(
 
     `given` are inputs, outputs, rates, numbers in place of them, flags, bootstrap, carries, and what the stages take; `place` is (segment,
     first token, tokens of the segment before it, and from it on, number of the row among those of all programs); `chain` (slot of the tile's
-    carry, tile, tiles of the segment, slots in all); `ahead` a later program's tile.
+    carry, tile, tiles of the segment, slots in all); `ahead` (a later program's
+    tile, whether there is one).
     """
     inputs, outputs, rates, rate_numbers, flags, bootstrap, carries, staged = given
     segment, origin, head, tail, row = place
@@ -174,7 +176,7 @@ def _solve(
         HOW.DTYPE,
     )
     if TILED:
-        _ask_ahead(inputs, ahead, WIDTH)
+        _ask_ahead(inputs, *ahead, WIDTH)
     where = segment, origin, at, head, tail, row
     if HOW.BEFORE is not None:
         here = HOW.BEFORE(staged, here, where, keeps[0], ALIGNED, TILED, HOW.REVERSE, ROWS, WIDTH, HOW.DTYPE)
@@ -224,7 +226,7 @@ def _solve(
 def _solve_tile(given, program, slots, segments, length, bound, HOW: tl.constexpr, ALIGNED: tl.constexpr, WIDTH: tl.constexpr):
     """A program's tile, of the `bound` that there are at most."""
     later = tl.minimum(program + AHEAD, bound - 1)
-    ahead = _tile_of_program(later, slots, segments, length, HOW.REVERSE, WIDTH, HOW.INDEX)
+    ahead = _tile_of_program(later, slots, segments, length, HOW.REVERSE, WIDTH, HOW.INDEX), program + AHEAD < bound
     segment, start, length, tile, slot = _tile_of_program(program, slots, segments, length, HOW.REVERSE, WIDTH, HOW.INDEX)
     if length > 0:
         origin, head, tail = start + tile * WIDTH, tile * WIDTH, length - tile * WIDTH

@@ -25,9 +25,10 @@ _INT32_TOKENS = 2**31 - 2 * tiles.WIDTH
 # Numbers from this on have a product that is not 0 in float32.
 _FADING = 1e-15
 
-# Per thread. Four programs of 256 threads on a multiprocessor keep more loads in flight than fewer with more registers: on an H200 a pack of
-# 1024 x 16384 tokens took 92 us (101 with 72 registers, 96 with 56), a mixed one with mask and flags 193 us (211 and 210).
-_REGISTERS = {False: 64, True: 128}  # by whether arithmetic is in float64
+# Registers per thread: four programs of 256 threads on a multiprocessor keep more loads in flight than fewer with more registers, and five more where
+# the kernel needs no more. On an H200 a pack of 1024 x 16384 tokens took 92 us with 64 (101 with 72, 96 with 56; later 74, and 79 with 48), a mixed
+# one with mask and flags 193 us (211, 210), and the returns of a pack, which read one tensor, 49 us (45 with 48).
+_REGISTERS, _FEW_REGISTERS, _WIDE_REGISTERS = 64, 48, 128  # in general; for one input without flags; for arithmetic in float64
 
 
 class Scan:
@@ -51,6 +52,8 @@ class Scan:
         self._how = _how(call, [1 if self._exact and not isinstance(rate, Tensor) else _kind(rate) for rate in rates], before, after)
         self._flagged = any(flag is not None for flag in call.tensors.flags)
         self._stops = _may_stop(call)
+        few = len(call.inputs) == 1 and not self._flagged
+        self._registers = _WIDE_REGISTERS if self._exact else _FEW_REGISTERS if few else _REGISTERS
         self._launchers: dict[bool, Launcher] = {}  # by whether a carry may stop
         if self._packed:
             self._places = bounds = triton_map.bounds_of(call.tokens, call.segments)
@@ -80,10 +83,11 @@ class Scan:
             pointers, numbers = self._rates(given.rates, like)
             flags = aligned(given.flags) if self._flagged else absent(len(given.flags))
             (bootstrap,) = aligned((given.bootstrap,))
-            carries = None
+            carries, word = None, torch.int64 if self._exact else torch.int32
             if self._carried:
-                word = torch.int64 if self._exact else torch.int32
                 carries = torch.full((self._carried,), triton_carry.UNSET.value, dtype=word, device=like.device)
+            elif self._packed:  # too few tokens for a tile, for which the kernel has code all the same
+                carries = torch.empty(1, dtype=word, device=like.device)
             arguments = aligned(given.inputs), outputs, pointers, numbers, flags, bootstrap, carries, staged
             if self._packed:
                 arguments += (triton_map.slots_of(given.cu_seqlens, self._tokens),)
@@ -101,7 +105,7 @@ class Scan:
             constants["ALIGNED"] = self._length % triton_tile.RUN.value == 0
             warps = max(1, min(8, rows * width // 256))
         constants["HOW"] = self._how._replace(STOPS=_constant(stops))
-        options = {"num_warps": warps, "enable_fp_fusion": False, "maxnreg": _REGISTERS[self._exact]}
+        options = {"num_warps": warps, "enable_fp_fusion": False, "maxnreg": self._registers}
         self._launchers[stops] = Launcher(kernel, constants, alike=True, **options)
         return self._launchers[stops]
 
