@@ -99,6 +99,7 @@ def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
     flags: dict[str, Any] = {"mask": flag, "terminated": flag, "truncated": flag}
     end = torch.zeros(3)
     yield "pack", lambda: rlhf_scan.gae(x, x, **pack)
+    yield "pack of few tokens", lambda: rlhf_scan.gae(x[:40], x[:40], segments=Segments.from_lengths([30, 10]), backend="triton")
     yield "pack, mask", lambda: rlhf_scan.gae(x, x, mask=flag, **pack)
     yield "pack, everything", lambda: rlhf_scan.gae(x, x, lam_value=1.0, bootstrap=end, **flags, **pack)
     yield "pack, zero", lambda: rlhf_scan.gae(x, x, masked="zero", gamma=end, lam=x, **flags, **pack)
