@@ -322,5 +322,5 @@ def test_every_launch_is_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch) 
             monkeypatch.setattr(module, "on_device_of", entered)
     calls()
     ours = {"_locate", "_place", "_shape", "_kept", "_tile_statistics", "_sound_statistics", "_merge", "_whiten"}
-    assert {"scan_tiles", "_fill_slots", *ours} <= {name for name, _ in names}
+    assert {"scan_rows", "scan_pack", "_fill_slots", *ours} <= {name for name, _ in names}
     assert [name for name, depth in names if depth == 0] == []

@@ -86,8 +86,9 @@ PROJECTS: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] =
 def test_as_each_project_whitens(backend: str, project: str, spread: float) -> None:
     """With a spread at which it shows where eps enters."""
     definition, behaviour = PROJECTS[project]
-    x = (torch.randn(6, 9, dtype=torch.float64) * spread + 1).to(device_of(backend))
-    mask = (torch.rand(6, 9) < 0.7).double().to(x.device)
+    seed = torch.Generator().manual_seed(0)  # at some spreads two definitions agree
+    x = (torch.randn(6, 9, dtype=torch.float64, generator=seed) * spread + 1).to(device_of(backend))
+    mask = (torch.rand(6, 9, generator=seed) < 0.7).double().to(x.device)
     found = whiten(x, mask, backend=backend, **definition)
     torch.testing.assert_close(found, behaviour(x, mask) * mask, rtol=1e-10, atol=1e-10)
     others = [whiten(x, mask, backend=backend, **other) for other, _ in PROJECTS.values() if other != definition]
