@@ -15,9 +15,9 @@ from .ppo_inputs import OP, PPOInputs, resolve_inputs
 from .ppo_options import NAMES, PPOOptions, resolve_options, whitenings
 from .ppo_places import with_step_rewards
 from .ppo_rates import wrong_rates
-from .ppo_recursion import solved_in_one_pass, solved_in_stages
+from .ppo_recursion import solved, solved_in_one_pass
 from .ppo_report import Facts, PPOReport, raise_if_asked
-from .ppo_stages import kept_tokens, whitened, without_what_does_not_count
+from .ppo_stages import kept_tokens, statistics, whitened, without_what_does_not_count
 from .ranks import check_process_group
 from .segments import Segments
 from .shaping import Sequences, Shaped, shaping_backend
@@ -183,31 +183,30 @@ def _run(inputs: PPOInputs, options: PPOOptions, group: ProcessGroup | None, *, 
     step_rewards: dict[str, Tensor] = {}
     if inputs.step_rewards is not None and call.tokens:
         call, step_rewards = with_step_rewards(call, inputs.step_rewards, options, sequences.placed)
-    solved = None
-    if whiten_rewards is None:
-        kept = kept_tokens(inputs, options, sequences, None)
-        solved = solved_in_one_pass(inputs, options, call, sequences, kept.steps, tallied=whiten_advantages is not None)
-    shaped = module.shape(call, sequences) if solved is None else solved.shaped
-    report = _report(inputs, options, sequences, shaped, step_rewards)
-    raise_if_asked(options, report, group, full=full, rates=wrong_rates(inputs, options, sequences) if full else None)
-    if solved is None or options.nonfinite == "drop":
-        kept = kept_tokens(inputs, options, sequences, shaped.fault)
+    tallied = whiten_advantages is not None
+    found: dict[str, Tensor] = {}
+    kept = kept_tokens(inputs, options, sequences, None)
+    result = None if whiten_rewards is not None else solved_in_one_pass(inputs, options, call, sequences, kept.steps, tallied=tallied)
+    shaped = module.shape(call, sequences) if result is None or result.shaped is None else result.shaped
     rewards = shaped.rewards
     if whiten_rewards is not None:
-        steps = None if options.masked == "keep" else kept.steps
-        rewards = whitened(inputs, report, "rewards", rewards, kept.counted_steps, steps, whiten_rewards, group)
-    if solved is None:
-        advantages, returns = solved_in_stages(inputs, options, sequences, rewards, kept.steps)
-    else:
-        advantages, returns = solved.advantages, solved.returns
+        counted = kept_tokens(inputs, options, sequences, shaped.fault).counted_steps
+        found["rewards"] = statistics(inputs, rewards, counted, group)
+        rewards = whitened(inputs, rewards, found["rewards"], None if options.masked == "keep" else kept.steps, whiten_rewards)
+    if result is None:
+        result = solved(inputs, options, sequences, rewards, shaped.fault, kept.steps, tallied=tallied)
+    report = _report(inputs, options, sequences, replace(shaped, fault=result.fault), step_rewards)
+    raise_if_asked(options, report, group, full=full, rates=wrong_rates(inputs, options, sequences) if full else None)
+    if options.nonfinite == "drop" or (tallied and result.statistics is None):
+        kept = kept_tokens(inputs, options, sequences, result.fault)
+    advantages = result.advantages
     if whiten_advantages is not None:
-        found = None if solved is None else solved.statistics
-        counted, written = kept.counted, kept.trainable
-        advantages = whitened(
-            inputs, report, "advantages", advantages, counted, written, whiten_advantages, group, found=found, dtype=inputs.dtype
-        )
-    outputs = advantages, returns, rewards, shaped.kl
-    if solved is None or options.nonfinite == "drop":
+        found["advantages"] = statistics(inputs, advantages, kept.counted, group, result.statistics)
+        advantages = whitened(inputs, advantages, found["advantages"], kept.trainable, whiten_advantages, inputs.dtype)
+    for name, numbers in found.items():
+        report.add_statistics(name, numbers)
+    outputs = advantages, result.returns, rewards, shaped.kl
+    if result.shaped is None or options.nonfinite == "drop":
         outputs = without_what_does_not_count(options, kept, *outputs)
     advantages, returns, rewards, kl = (output.to(inputs.dtype).reshape(inputs.layout.shape) for output in outputs)
     if whiten_advantages is not None and whiten_advantages.scale:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,19 +17,24 @@ from .estimator_class import Estimator
 from .estimators import estimator
 from .ppo_inputs import PPOInputs
 from .ppo_options import PPOOptions
-from .shaping import Located, Sequences, ShapingCall, Solved, one_pass
+from .shaping import FAULTS, NO_FAULT, RESULT_FAULT, Sequences, ShapingCall, Solved, one_pass
 
 
-def solved_in_stages(
-    inputs: PPOInputs, options: PPOOptions, sequences: Sequences, rewards: Tensor, steps: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of shaped rewards, [N] each, in the dtype of the arithmetic."""
-    values = _finite(inputs.call.values) if options.nonfinite == "zero" else inputs.call.values
-    call = _gae(inputs, options, sequences.located, {"rewards": rewards, "values": values}, steps)
-    if sequences.trimmed is not None:
-        call = _trimmed(call, sequences.trimmed)
+def solved(
+    inputs: PPOInputs, options: PPOOptions, sequences: Sequences, rewards: Tensor, fault: Tensor, steps: Tensor | None, *, tallied: bool
+) -> Solved:
+    """From shaped rewards [N] to advantages; `fault` is that of the shaping."""
+    zero = options.nonfinite == "zero"
+    values = _finite(inputs.call.values) if zero else inputs.call.values
+    call = _gae(inputs, options, sequences, {"rewards": rewards, "values": values}, steps)
+    solve = one_pass(inputs.backend)
+    if solve is not None and inputs.call.tokens:
+        shape = replace(sequences, fault=fault)
+        return solve(call, None, shape, **_wanted(inputs, options, steps, tallied=tallied))
     advantages, returns = ops.run(call, backend_module(inputs.backend))
-    return advantages, returns
+    if not zero:
+        fault = torch.minimum(fault, _faults_of_result(inputs, advantages))
+    return Solved(advantages, returns, None, fault, None)
 
 
 def solved_in_one_pass(
@@ -44,11 +50,32 @@ def solved_in_one_pass(
         "values": shaping.values,
         "rewards": shaping.rewards,
     }
-    call = _gae(inputs, options, sequences.located, {name: tensor for name, tensor in given.items() if tensor is not None}, steps)
-    if sequences.trimmed is not None:
-        call = _trimmed(call, sequences.trimmed)
-    dtypes = (inputs.call.dtype if tallied else inputs.dtype, *[inputs.dtype] * 3)
-    return solve(call, shaping, sequences, post_eos=options.score_at == "post_eos" and steps is not None, tallied=tallied, dtypes=dtypes)
+    call = _gae(inputs, options, sequences, {name: tensor for name, tensor in given.items() if tensor is not None}, steps)
+    return solve(call, shaping, sequences, **_wanted(inputs, options, steps, tallied=tallied))
+
+
+def _wanted(inputs: PPOInputs, options: PPOOptions, steps: Tensor | None, *, tallied: bool) -> dict[str, Any]:
+    """What the pass is to do beside solving."""
+    return {
+        "post_eos": options.score_at == "post_eos" and steps is not None,
+        "checked": options.nonfinite in ("raise", "drop") or (tallied and options.nonfinite != "zero"),
+        "tallied": tallied,
+        "dtypes": (inputs.call.dtype if tallied else inputs.dtype, *[inputs.dtype] * 3),
+    }
+
+
+def _faults_of_result(inputs: PPOInputs, advantages: Tensor) -> Tensor:
+    """Where those of a sequence are not finite first, as in `Shaped.fault`."""
+    boundaries = inputs.call.boundaries
+    start, nowhere = boundaries[:-1], inputs.call.tokens
+    bad = ~advantages.isfinite()
+    if not bool(bad.any()):  # on the CPU nobody waits for that
+        return torch.full_like(start, NO_FAULT)
+    token = bad.nonzero().flatten()
+    sequence = torch.searchsorted(boundaries[1:].contiguous(), token, right=True)
+    first = torch.full_like(start, nowhere).scatter_reduce(0, sequence, token, "amin")
+    code = RESULT_FAULT + (first - start) * len(FAULTS) + FAULTS.index("advantages")
+    return torch.where(first < nowhere, code, NO_FAULT)
 
 
 @lru_cache(maxsize=16)
@@ -57,20 +84,20 @@ def _estimator(inputs: tuple[str, ...]) -> Estimator:
     return replace(estimator("gae"), inputs=inputs)
 
 
-def _gae(inputs: PPOInputs, options: PPOOptions, located: Located, tensors: dict[str, Tensor], steps: Tensor | None) -> Call:
-    """The call of the recursion over whole sequences."""
+def _gae(inputs: PPOInputs, options: PPOOptions, sequences: Sequences, tensors: dict[str, Tensor], steps: Tensor | None) -> Call:
+    """The call of the recursion."""
     rates: list[Rate | None] = [
         None if rate is None else resolve_rate(inputs.layout, name, rate)
         for name, rate in (("gamma", options.gamma), ("lam", options.lam), ("lam_value", options.lam_value))
     ]
     if options.length_adaptive_alpha:
-        length = (options.length_adaptive_alpha * located.trainable.to(inputs.call.dtype)).clamp(min=1.0)
+        length = (options.length_adaptive_alpha * sequences.located.trainable.to(inputs.call.dtype)).clamp(min=1.0)
         rates = [rates[0], (1.0 - 1.0 / length).unsqueeze(1), rates[1] if rates[2] is None else rates[2]]
     bootstrap = inputs.bootstrap
     if bootstrap is not None and options.nonfinite == "zero":
         bootstrap = _finite(bootstrap)
     entry = _estimator(tuple(tensors))
-    return Call(
+    call = Call(
         estimator=entry,
         inputs=tuple(tensors.values()),
         rates=channel_rates(entry, rates),
@@ -85,6 +112,7 @@ def _gae(inputs: PPOInputs, options: PPOOptions, located: Located, tensors: dict
         starts=False,
         dtype=inputs.call.dtype,
     )
+    return call if sequences.trimmed is None else _trimmed(call, sequences.trimmed)
 
 
 def _finite(tensor: Tensor) -> Tensor:

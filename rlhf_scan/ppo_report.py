@@ -14,7 +14,7 @@ from .errors import InputError
 from .ppo_inputs import OP
 from .ppo_options import PPOOptions
 from .ranks import gathered
-from .shaping import FAULTS, NO_FAULT, Sequences
+from .shaping import FAULTS, NO_FAULT, RESULT_FAULT, Sequences
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -75,13 +75,15 @@ class Facts:
             **self.step_rewards,
         }
 
-    def first_fault(self) -> tuple[Tensor, Tensor]:
-        """The first sequence with a fault, and the fault; -1 and -1 without one."""
+    def first_fault(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The first sequence with a fault, its token and which; -1 thrice without one."""
         if not self.fault.numel():
-            return self.fault.new_tensor(-1), self.fault.new_tensor(-1)
+            nothing = self.fault.new_tensor(-1)
+            return nothing, nothing, nothing
         at = (self.fault != NO_FAULT).int().argmax()
         code = self.fault[at]
-        return at, torch.where(code == NO_FAULT, -1, code)
+        there, code = code != NO_FAULT, torch.where(code >= RESULT_FAULT, code - RESULT_FAULT, code)
+        return tuple(torch.where(there, number, -1) for number in (at, code // len(FAULTS), code % len(FAULTS)))  # type: ignore[return-value]
 
 
 class PPOReport(Mapping[str, Number]):
@@ -144,11 +146,11 @@ class PPOReport(Mapping[str, Number]):
                 result[name] = number if value.dtype.is_floating_point else int(number)
             else:
                 result[name] = value
-        (row,), (code,) = next(read), next(read)
-        found = int(code) >= 0
+        (row,), (token,), (which,) = next(read), next(read), next(read)
+        found = row >= 0
         result["nonfinite_row"] = int(row) if found else None
-        result["nonfinite_token"] = int(code) // len(FAULTS) if found else None
-        result["nonfinite_argument"] = FAULTS[int(code) % len(FAULTS)] if found else None
+        result["nonfinite_token"] = int(token) if found else None
+        result["nonfinite_argument"] = FAULTS[int(which)] if found else None
         for name, (count, mean, m2) in zip(self._whitened, read, strict=True):
             result[f"{name}_count"], result[f"{name}_mean"] = int(count), mean
             result[f"{name}_std"] = (m2 / (count - 1)) ** 0.5 if count > 1 else 0.0

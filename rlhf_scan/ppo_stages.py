@@ -10,7 +10,6 @@ from torch import Tensor
 from . import whitening
 from .ppo_inputs import OP, PPOInputs
 from .ppo_options import PPOOptions, whitenings
-from .ppo_report import PPOReport
 from .shaping import Kept, Sequences, shaping_backend
 from .whitening import Whitening
 
@@ -27,25 +26,19 @@ def kept_tokens(inputs: PPOInputs, options: PPOOptions, sequences: Sequences, fa
 
 
 def whitened(
-    inputs: PPOInputs,
-    report: PPOReport,
-    name: str,
-    numbers: Tensor,
-    counted: Tensor | None,
-    written: Tensor | None,
-    definition: Whitening,
-    group: ProcessGroup | None,
-    *,
-    found: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    inputs: PPOInputs, numbers: Tensor, found: Tensor, written: Tensor | None, definition: Whitening, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`numbers` [N] whitened at the tokens `written` with the statistics of the tokens `counted`, if not `found` yet, which the report tells."""
-    if found is None:
-        found = whitening.statistics(numbers, counted, process_group=group, backend=inputs.backend, op=OP)
-    else:
-        found = whitening.over_ranks(found, group, backend=inputs.backend)
-    report.add_statistics(name, found)
+    """`numbers` [N] whitened at the tokens `written` with the statistics `found`."""
     return whitening.apply(numbers, written, found, definition, dtype=dtype, backend=inputs.backend, op=OP)
+
+
+def statistics(
+    inputs: PPOInputs, numbers: Tensor, counted: Tensor | None, group: ProcessGroup | None, found: Tensor | None = None
+) -> Tensor:
+    """Those of the tokens `counted`, if this rank has not `found` them yet, over all ranks."""
+    if found is None:
+        found = whitening.statistics(numbers, counted, backend=inputs.backend, op=OP)
+    return whitening.over_ranks(found, group, backend=inputs.backend)
 
 
 def cleared(tensor: Tensor, kept: Tensor | None) -> Tensor:

@@ -17,8 +17,11 @@ from torch import Tensor
 from .call import Call
 
 # What a token or sequence that is not finite is named after; `Shaped.fault` holds the position in this list.
-FAULTS = ("logprobs", "ref_logprobs", "kl", "values", "rewards", "scores", "kl_coef", "bootstrap")
+FAULTS = ("logprobs", "ref_logprobs", "kl", "values", "rewards", "scores", "kl_coef", "bootstrap", "advantages")
 NO_FAULT = torch.iinfo(torch.int64).max
+# What is added to the position where advantages are not finite: it comes after any cause, and speaks where none is known, such as a rate, a
+# bootstrap within a sequence, or a sum too large.
+RESULT_FAULT = len(FAULTS) << 58
 
 
 @dataclass(frozen=True)
@@ -207,13 +210,15 @@ class Solved:
 
     Attributes:
         advantages, returns: [N].
-        shaped: rewards, KL, and what was found on the way.
+        shaped: rewards, KL, and what was found on the way; None where rewards were given.
+        fault: as in `Shaped`, with those of the advantages.
         statistics: count, mean and M2, float64 [3], of the advantages of trainable tokens in sequences without a fault; None: not asked for.
     """
 
     advantages: Tensor
     returns: Tensor
-    shaped: Shaped
+    shaped: Shaped | None
+    fault: Tensor
     statistics: Tensor | None
 
 
@@ -233,15 +238,19 @@ class ShapingBackend(Protocol):
         ...
 
 
+Dtypes = tuple[torch.dtype, ...]
+
+
 class OnePass(Protocol):
-    """Shaping and recursion in one pass over the tokens, which no reward whitening divides."""
+    """The recursion in one pass over the tokens; with shaping, where nothing divides them."""
 
     def __call__(
-        self, call: Call, shaping: ShapingCall, sequences: Sequences, *, post_eos: bool, tallied: bool, dtypes: tuple[torch.dtype, ...]
+        self, call: Call, shaping: ShapingCall | None, sequences: Sequences, *, post_eos: bool, checked: bool, tallied: bool, dtypes: Dtypes
     ) -> Solved:
-        """`call` is that of `gae`, with what rewards are made of in place of them; `dtypes` are those of advantages, returns, rewards and KL.
+        """`call` is that of `gae`; with `shaping` what rewards are made of stands in place of them.
 
-        `post_eos`: a sequence may have a step after its end; `tallied`: statistics are wanted.
+        `dtypes` are those of its outputs, then of rewards and KL.
+        `post_eos`: a sequence may have a step after its end; `checked`: faults of the advantages are looked for; `tallied`: statistics are wanted.
         """
         ...
 

@@ -236,14 +236,6 @@ def test_no_gradient_passes_back_through_a_zero(reverse: bool, backend: str) -> 
     assert of_initial.tolist() == [0]
 
 
-@pytest.fixture
-def known_of_triton(backend: str, request: pytest.FixtureRequest) -> None:
-    """Its kernel multiplies the value after the end."""
-    if backend == "triton":
-        request.applymarker(pytest.mark.xfail(strict=True))
-
-
-@pytest.mark.usefixtures("known_of_triton")
 @each_direction
 @each_bad
 def test_a_bad_initial_behind_a_zero(reverse: bool, bad: float, backend: str) -> None:
@@ -254,7 +246,6 @@ def test_a_bad_initial_behind_a_zero(reverse: bool, bad: float, backend: str) ->
     assert x.tolist() == ([1.75, 1.5, 1.0] if reverse else [1.0, 1.5, 1.75])
 
 
-@pytest.mark.usefixtures("known_of_triton")
 @each_bad
 def test_a_bad_bootstrap_behind_a_zero(bad: float, backend: str) -> None:
     """Of a return it is the x that follows; where it is a value, the formula multiplies it."""

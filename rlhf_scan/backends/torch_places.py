@@ -27,7 +27,8 @@ def placed(call: ShapingCall, given: ScoreCall, located: Located) -> Sequences:
     kl_coef = _kl_coef(call, given)
     fault = _fault(given, found, kl_coef, start)
     if call.zero_faults:
-        found = Placed(torch.nan_to_num(score, nan=0.0, posinf=0.0, neginf=0.0), found.place, slot, end)
+        score, kl_coef = (torch.nan_to_num(number, nan=0.0, posinf=0.0, neginf=0.0) for number in (score, kl_coef))
+        found = Placed(score, found.place, slot, end)
     trimmed = _trimmed(call, found) if given.trims else None
     return Sequences(start.clone(), located, found, fault, kl_coef, missing, _truncated(call, given), trimmed)
 

@@ -218,7 +218,7 @@ def _place(
         coefficient = tl.load(given[1] + sequence, mask=there, other=0).to(DTYPE)
     fault = _faults(score, coefficient, ends, sequence, there, start, end, place, step, TERMINATED, BOOTSTRAP)
     if ZERO_FAULTS:
-        score = tl.where(is_finite(score), score, 0.0)
+        score, coefficient = tl.where(is_finite(score), score, 0.0), tl.where(is_finite(coefficient), coefficient, 0.0)
     if TRUNCATED == 1:
         cut = tl.load(ends[1] + sequence, mask=there, other=0) != 0
         if TERMINATED == 1:

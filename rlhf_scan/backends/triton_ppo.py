@@ -11,7 +11,7 @@ sums in float32.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -19,22 +19,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..call import Call
-from ..shaping import Sequences, Shaped, ShapingCall, Solved
+from .. import shaping as meaning
+from ..call import Call, Tensors
+from ..shaping import Dtypes, Sequences, Shaped, ShapingCall, Solved
 from . import triton_whiten
 from .formulas import compiled_formula
 from .tiles import INTERPRETED
-from .triton_launch import Launcher, on_device_of
+from .triton_launch import Launcher, absent, on_device_of
 from .triton_parts import NO_FAULT, is_finite
 from .triton_runs import store_runs
-from .triton_shaping import clamped, jit_estimator, shaped_reward, with_fault
+from .triton_shaping import FAULTS, clamped, jit_estimator, shaped_reward, with_fault
 from .triton_solver import Scan, aligned
 from .triton_whiten import merged_lanes
 
 # What a stage is compiled for: each has its own in place of these.
 KL, HAS_KL, HAS_REWARDS, LOG_RATIO_LIMIT, KL_LIMIT, LIMITED = None, False, False, math.inf, math.inf, False
-HAS_MASK, PADDED, IGNORES_MASK, KL_EVERYWHERE, POST_EOS, TALLIED = False, False, False, False, False, False
+HAS_MASK, PADDED, IGNORES_MASK, KL_EVERYWHERE, POST_EOS, CHECKED, TALLIED = False, False, False, False, False, False, False
 
+RESULT_FAULT = tl.constexpr(meaning.RESULT_FAULT)
 _PART = tl.constexpr(4)  # of a tile's row of a sequence: count, mean, M2, sequence
 _LANES = 16 if INTERPRETED else 1024
 
@@ -45,46 +47,52 @@ _passes: dict[tuple[Any, ...], Pass] = {}
 
 
 def solve(
-    call: Call, shaping: ShapingCall, sequences: Sequences, *, post_eos: bool, tallied: bool, dtypes: tuple[torch.dtype, ...]
+    call: Call, shaping: ShapingCall | None, sequences: Sequences, *, post_eos: bool, checked: bool, tallied: bool, dtypes: Dtypes
 ) -> Solved:
     """`rlhf_scan.shaping.OnePass`."""
     tensors = call.tensors
     kinds = tuple(
-        None if tensor is None else (tensor.dtype, tensor.shape) if isinstance(tensor, Tensor) else float
-        for tensor in (*tensors.inputs, *tensors.rates, *tensors.flags, tensors.bootstrap)
+        [
+            (tensor.dtype, tensor.dim()) if isinstance(tensor, Tensor) else type(tensor)
+            for tensor in (*tensors.inputs, *tensors.rates, *tensors.flags, tensors.bootstrap)
+        ]
     )
-    options = shaping.kl, shaping.log_ratio_limit, shaping.kl_limit, shaping.ignores_mask, shaping.kl_everywhere
-    sizes = call.segments, shaping.segments, call.length
-    key = call.estimator.inputs, len(call.rates), sizes, call.masked, kinds, options, post_eos, tallied, dtypes
+    options: tuple[Any, ...] = ()
+    if shaping is not None:
+        options = shaping.kl, shaping.log_ratio_limit, shaping.kl_limit, shaping.ignores_mask, shaping.kl_everywhere
+    sizes = call.segments, sequences.start.numel(), call.length, call.tokens
+    key = call.estimator.inputs, len(call.rates), sizes, call.masked, kinds, options, post_eos, checked, tallied, dtypes
     found = _passes.get(key)
     if found is None:
-        found = _passes[key] = Pass(call, shaping, post_eos, tallied, dtypes)
+        stages = post_eos, checked or tallied, tallied
+        found = _passes[key] = Pass(call, shaping, stages, dtypes, padded=call.segments != sequences.start.numel())
         if len(_passes) > _KEPT:
             del _passes[next(iter(_passes))]
-    return found(call, sequences)
+    return found(tensors, sequences)
 
 
 class Pass:
     """The pass of all calls with the same shapes, dtypes and options."""
 
-    def __init__(self, call: Call, shaping: ShapingCall, post_eos: bool, tallied: bool, dtypes: tuple[torch.dtype, ...]) -> None:
-        padded = call.segments != shaping.segments
-        before = _shaping(
-            shaping.kl if shaping.logprobs is not None else None,
-            (shaping.log_ratio_limit, shaping.kl_limit),
-            shaping.rewards is not None,
-            shaping.ignores_mask and shaping.mask is not None,
-            shaping.kl_everywhere and shaping.mask is not None,
-            padded,
-            post_eos,
-        )
-        after = _tallying(call.mask is not None, padded, post_eos, tallied) if post_eos or tallied else None
-        self._scan = Scan(call, before, after)
-        self._tallied, self._dtypes, self._shape = tallied, dtypes, call.inputs[0].shape
+    def __init__(self, call: Call, shaping: ShapingCall | None, stages: tuple[bool, bool, bool], dtypes: Dtypes, *, padded: bool) -> None:
+        before = None
+        if shaping is not None:
+            before = _shaping(
+                shaping.kl if shaping.logprobs is not None else None,
+                (shaping.log_ratio_limit, shaping.kl_limit),
+                shaping.rewards is not None,
+                shaping.ignores_mask and shaping.mask is not None,
+                shaping.kl_everywhere and shaping.mask is not None,
+                padded,
+                stages[0],
+            )
+        self._scan = Scan(call, before, _tallying(call.mask is not None, padded, *stages) if any(stages) else None)
+        self._shapes, self._tallied = shaping is not None, stages[2]
+        self._dtypes, self._shape = dtypes if self._shapes else dtypes[:2], call.inputs[0].shape
 
-    def __call__(self, call: Call, sequences: Sequences) -> Solved:
+    def __call__(self, given: Tensors, sequences: Sequences) -> Solved:
         """Everything but whitening."""
-        device, count = call.inputs[0].device, sequences.start.numel()
+        device, count = given.inputs[0].device, sequences.start.numel()
         outputs = tuple(torch.empty(self._shape, dtype=dtype, device=device) for dtype in self._dtypes)
         pairs = -(-count // 2)  # so that what follows starts at a multiple of 16 bytes
         parts = self._scan.rows if self._tallied else 0
@@ -92,17 +100,23 @@ class Pass:
         kl_sum, clamped_tokens, table = tallies.split([2 * pairs, 2 * pairs, _PART.value * parts])
         placed = sequences.placed
         per_sequence = (placed.score, sequences.kl_coef, placed.place, placed.slot, sequences.fault)
-        *given, fault = aligned(per_sequence)
-        self._scan(call.tensors, outputs[:2], (*given, *outputs[2:], fault, clamped_tokens.view(torch.int64), kl_sum, table))
-        shaped = Shaped(*outputs[2:], fault, clamped_tokens.view(torch.int64)[:count], kl_sum[:count])
-        return Solved(*outputs[:2], shaped, _merged(table, parts, fault) if self._tallied else None)
+        *placed, fault = aligned(per_sequence)
+        made = outputs[2:] if self._shapes else absent(2)
+        self._scan(given, outputs[:2], (*placed, *made, fault, clamped_tokens.view(torch.int64), kl_sum, table))
+        shaped = Shaped(*made, fault, clamped_tokens.view(torch.int64)[:count], kl_sum[:count]) if self._shapes else None
+        return Solved(*outputs[:2], shaped, fault, _merged(table, parts, fault) if self._tallied else None)
+
+
+@cache
+def _merger() -> Launcher:
+    return Launcher(_sound_statistics, {"LANES": _LANES}, num_warps=4)
 
 
 def _merged(parts: Tensor, count: int, fault: Tensor) -> Tensor:
     """The statistics of all parts, but for those of sequences with a fault."""
     blocks = torch.empty(-(-count // _LANES), 3, dtype=torch.float64, device=parts.device)
     with on_device_of(parts):
-        Launcher(_sound_statistics, {"LANES": _LANES}, num_warps=4)(len(blocks), parts, fault, blocks, count)
+        _merger()(len(blocks), parts, fault, blocks, count)
     return triton_whiten.merge(blocks)
 
 
@@ -148,9 +162,9 @@ def _shaping(
 
 
 @lru_cache(maxsize=16)
-def _tallying(has_mask: bool, padded: bool, post_eos: bool, tallied: bool) -> Any:
+def _tallying(has_mask: bool, padded: bool, post_eos: bool, checked: bool, tallied: bool) -> Any:
     """The stage after the scan, the same object every time."""
-    own = {"HAS_MASK": has_mask, "PADDED": padded, "POST_EOS": post_eos, "TALLIED": tallied}
+    own = {"HAS_MASK": has_mask, "PADDED": padded, "POST_EOS": post_eos, "CHECKED": checked, "TALLIED": tallied}
     own = {name: tl.constexpr(value) for name, value in own.items()}
     return compiled_formula(_tally_advantages, own, triton.jit, tl.constexpr)
 
@@ -182,6 +196,8 @@ def _shape_rewards(staged, here, where, kept, ALIGNED, TILED, REVERSE, ROWS, WID
     test = values - values
     if HAS_REWARDS:
         reward = here[3 if HAS_KL else 1]
+        if POST_EOS:
+            reward = tl.where(after, 0.0, reward)
         test += reward - reward
     test = tl.where(steps, test, 0.0)
     log_ratio = tl.zeros_like(values)
@@ -222,10 +238,19 @@ def _shape_rewards(staged, here, where, kept, ALIGNED, TILED, REVERSE, ROWS, WID
     return shaped, values
 
 
+@triton.jit
+def _note_result(fault, advantages, test, kept, sequence, offset, ROWS: tl.constexpr):
+    """Where `test`, made of all of them, is not finite, the first advantage that is not is a fault of its sequence."""
+    if tl.max((is_finite(test) == 0).to(tl.int32)) > 0:
+        code = offset.to(tl.int64) * FAULTS + (RESULT_FAULT + FAULTS - 1)
+        code = tl.min(tl.where(kept & (is_finite(advantages) == 0), code, NO_FAULT), 1, keep_dims=True)
+        tl.atomic_min(fault + (tl.zeros([ROWS, 1], tl.int32) + sequence), code, mask=code < NO_FAULT, sem="relaxed")
+
+
 def _tally_advantages(staged, values, where, kept, ROWS, DTYPE):
     """The outputs of `gae`, with 0 as the advantage of the step after a sequence's end."""
-    slot, parts = staged[3], staged[9]
-    segment, origin, at, _, tail, row = where
+    slot, fault, parts = staged[3], staged[6], staged[9]
+    segment, origin, at, head, tail, row = where
     sequence = segment // 2 if PADDED else segment
     advantages = values[0]
     if POST_EOS:
@@ -240,9 +265,14 @@ def _tally_advantages(staged, values, where, kept, ROWS, DTYPE):
         from_near = tl.where(kept, advantages - near, 0.0)
         mean = tl.sum(from_near, 1, keep_dims=True) / tl.maximum(count, 1)
         deviations = tl.where(kept, from_near - mean, 0.0)
+        test = mean
         part = parts + (tl.zeros([ROWS, 1], tl.int64) + row) * _PART
         tl.store(part, count.to(tl.float64))
         tl.store(part + 1, tl.where(count > 0, near.to(tl.float64) + mean.to(tl.float64), 0.0))
         tl.store(part + 2, tl.sum(deviations * deviations, 1, keep_dims=True).to(tl.float64))
         tl.store(part + 3, (tl.zeros([ROWS, 1], tl.int32) + sequence).to(tl.float64))
+    elif CHECKED:
+        test = tl.sum(tl.where(kept, advantages - advantages, 0.0), 1, keep_dims=True)
+    if CHECKED:
+        _note_result(fault, advantages, test, kept, sequence, at + head, ROWS)
     return advantages, values[1]

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..call import MASK_MODES, Call, Rate, Tensors, is_per_segment
-from . import tiles, triton_carry, triton_map, triton_scan, triton_steps, triton_tile
+from . import tiles, triton_carry, triton_core, triton_map, triton_scan, triton_steps, triton_tile
 from .formulas import compiled_formula
 from .triton_launch import Launcher, absent, on_device_of
 
@@ -140,7 +140,7 @@ def _constant(value: Any) -> Any:
     return value if tiles.INTERPRETED else tl.constexpr(value)
 
 
-def _how(call: Call, rate_kinds: Sequence[int], before: Any, after: Any) -> triton_scan.How:
+def _how(call: Call, rate_kinds: Sequence[int], before: Any, after: Any) -> triton_core.How:
     """What the kernel is compiled for, whatever the numbers."""
     wide = call.compute_dtype == torch.float64
     constants = {
@@ -163,7 +163,7 @@ def _how(call: Call, rate_kinds: Sequence[int], before: Any, after: Any) -> trit
         "INDEX": tl.int64 if call.tokens >= _INT32_TOKENS else tl.int32,
     }
     formulas = _jit(call.estimator.coefficients), _jit(call.estimator.results)
-    return triton_scan.How(*formulas, before, after, **{name: _constant(value) for name, value in constants.items()})
+    return triton_core.How(*formulas, before, after, **{name: _constant(value) for name, value in constants.items()})
 
 
 def _may_stop(call: Call) -> bool:
