@@ -59,7 +59,7 @@ def _wanted(inputs: PPOInputs, options: PPOOptions, steps: Tensor | None, *, tal
     return {
         "post_eos": options.score_at == "post_eos" and steps is not None,
         "checked": options.nonfinite in ("raise", "drop") or (tallied and options.nonfinite != "zero"),
-        "tallied": tallied,
+        "tallied": tallied and options.nonfinite != "zero",
         "dtypes": (inputs.call.dtype if tallied else inputs.dtype, *[inputs.dtype] * 3),
     }
 

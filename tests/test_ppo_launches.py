@@ -76,7 +76,7 @@ MOST: dict[str, tuple[dict[str, Any], int]] = {
     "areal": ({"mask": MASK, "preset": "areal"}, 4),
     "openrlhf": ({"mask": MASK, "preset": "openrlhf"}, 11),  # padding is cut off: as a pack, whose tiles are mapped
     "slime": ({"mask": MASK, "preset": "slime"}, 8),
-    "rewards whitened": ({"mask": MASK, "whiten_rewards": True}, 12),
+    "rewards whitened": ({"mask": MASK, "whiten_rewards": True}, 13),
 }
 
 

@@ -115,23 +115,7 @@ def solve(
     end = end_value(bootstrap, segment, origin, place, head, tail, ended, terminated, HOW.BOOTSTRAP, HOW.REVERSE, HOW.DTYPE)
     next = origin + place + (1 if HOW.REVERSE else -1), steps & (ended == 0)
     ends, rated = (ended, terminated, end), (rates, rate_numbers)
-    here, following = inputs_of(
-        inputs,
-        origin,
-        tail,
-        next,
-        keeps,
-        ends,
-        HOW.FOLLOWING,
-        HOW.BESIDE,
-        HOW.CONTINUATION,
-        HOW.MASKED,
-        ALIGNED,
-        HOW.REVERSE,
-        ROWS,
-        WIDTH,
-        HOW.DTYPE,
-    )
+    here, following = inputs_of(inputs, origin, tail, next, keeps, ends, HOW, ALIGNED, ROWS, WIDTH)
     if TILED:
         _ask_ahead(inputs, *ahead, WIDTH)
     where = segment, origin, at, head, tail, row
@@ -139,29 +123,14 @@ def solve(
         here = HOW.BEFORE(staged, here, where, keeps[0], ALIGNED, TILED, HOW.REVERSE, ROWS, WIDTH, HOW.DTYPE)
     solved, before = (), ()
     for channel in tl.static_range(HOW.CHANNELS):
-        taken = rates_of(
-            rated,
-            segment,
-            origin,
-            tail,
-            next,
-            channel,
-            HOW.RATE_FOLLOWS,
-            HOW.RATE_KINDS,
-            HOW.MASKED,
-            ALIGNED,
-            HOW.REVERSE,
-            ROWS,
-            WIDTH,
-            HOW.DTYPE,
-        )
+        taken = rates_of(rated, segment, origin, tail, next, channel, HOW, ALIGNED, ROWS, WIDTH)
         a, b = HOW.coefficients(here, following, taken)
         if channel == 0:
             numbers = taken
         if HOW.END_IS_CARRY:
             a = tl.where(ended & (end != 0), tl.where(b == 0, a, a + b * end), a)
         b = tl.where(ended, tl.cast(0, HOW.DTYPE), b)
-        # Where it HOW.STOPS, what lies beyond the segment needs no care: an end is between, or nothing follows it.
+        # Where it STOPS, what lies beyond the segment needs no care: an end is between, or nothing follows it.
         if HOW.MASKED == SKIP:
             a, b = tl.where(steps, a, tl.cast(0, HOW.DTYPE)), tl.where(steps, b, tl.cast(1, HOW.DTYPE))
         elif HOW.REVERSE and not HOW.STOPS:

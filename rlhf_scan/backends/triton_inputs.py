@@ -17,41 +17,25 @@ from .triton_steps import SKIP, ZERO
 
 
 @triton.jit
-def inputs_of(
-    inputs,
-    origin,
-    tail,
-    next,
-    keeps,
-    ends,
-    FOLLOWING: tl.constexpr,
-    BESIDE: tl.constexpr,
-    CONTINUATION: tl.constexpr,
-    MASKED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    REVERSE: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+def inputs_of(inputs, origin, tail, next, keeps, ends, HOW: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """(the inputs at each step, the FOLLOWING ones at the next step, or what stands in for them at an end)."""
     here = ()
     beside = ()
     for i in tl.static_range(len(inputs)):
-        run, run_beside = load_runs(inputs[i], origin, tail, BESIDE[i] and MASKED != SKIP, ALIGNED, REVERSE, ROWS, WIDTH)
-        if MASKED == ZERO:
+        run, run_beside = load_runs(inputs[i], origin, tail, HOW.BESIDE[i] and HOW.MASKED != SKIP, ALIGNED, HOW.REVERSE, ROWS, WIDTH)
+        if HOW.MASKED == ZERO:
             run, run_beside = tl.where(keeps[0], run, 0), tl.where(keeps[1], run_beside, 0)
-        here, beside = here + (run.to(DTYPE),), beside + (run_beside.to(DTYPE),)
+        here, beside = here + (run.to(HOW.DTYPE),), beside + (run_beside.to(HOW.DTYPE),)
     ended, terminated, end = ends
-    if CONTINUATION >= 0:
-        end = tl.where(terminated, tl.cast(0, DTYPE), here[CONTINUATION])
+    if HOW.CONTINUATION >= 0:
+        end = tl.where(terminated, tl.cast(0, HOW.DTYPE), here[HOW.CONTINUATION])
     following = ()
-    for i in tl.static_range(len(FOLLOWING)):
-        found = beside[FOLLOWING[i]]
-        if MASKED == SKIP:
-            found = load_anywhere(inputs[FOLLOWING[i]], *next, ROWS, WIDTH).to(DTYPE)
+    for i in tl.static_range(len(HOW.FOLLOWING)):
+        found = beside[HOW.FOLLOWING[i]]
+        if HOW.MASKED == SKIP:
+            found = load_anywhere(inputs[HOW.FOLLOWING[i]], *next, ROWS, WIDTH).to(HOW.DTYPE)
         following = following + (tl.where(ended, end, found),)
-    if CONTINUATION >= 0:
+    if HOW.CONTINUATION >= 0:
         following = following + (end,)
     return here, following
 
@@ -64,26 +48,24 @@ def rates_of(
     tail,
     next,
     channel: tl.constexpr,
-    FOLLOWS: tl.constexpr,
-    KINDS: tl.constexpr,
-    MASKED: tl.constexpr,
+    HOW: tl.constexpr,
     ALIGNED: tl.constexpr,
-    REVERSE: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-    DTYPE: tl.constexpr,
 ):
-    """The rates of a channel at each step; those that FOLLOWS at the next one."""
+    """The rates of a channel at each step; those that HOW.RATE_FOLLOWS at the next one."""
     pointers, numbers = rates
     found = ()
-    for rate in tl.static_range(channel * len(FOLLOWS), (channel + 1) * len(FOLLOWS)):
-        if KINDS[rate] == 0:
-            found = found + (tl.cast(numbers[rate], DTYPE),)
-        elif KINDS[rate] == 1:
-            found = found + (tl.load(pointers[rate] + segment).to(DTYPE),)
-        elif FOLLOWS[rate % len(FOLLOWS)] and MASKED == SKIP:
-            found = found + (load_anywhere(pointers[rate], *next, ROWS, WIDTH).to(DTYPE),)
+    for rate in tl.static_range(channel * len(HOW.RATE_FOLLOWS), (channel + 1) * len(HOW.RATE_FOLLOWS)):
+        if HOW.RATE_KINDS[rate] == 0:
+            found = found + (tl.cast(numbers[rate], HOW.DTYPE),)
+        elif HOW.RATE_KINDS[rate] == 1:
+            found = found + (tl.load(pointers[rate] + segment).to(HOW.DTYPE),)
+        elif HOW.RATE_FOLLOWS[rate % len(HOW.RATE_FOLLOWS)] and HOW.MASKED == SKIP:
+            found = found + (load_anywhere(pointers[rate], *next, ROWS, WIDTH).to(HOW.DTYPE),)
         else:
-            here, beside = load_runs(pointers[rate], origin, tail, FOLLOWS[rate % len(FOLLOWS)], ALIGNED, REVERSE, ROWS, WIDTH)
-            found = found + ((beside if FOLLOWS[rate % len(FOLLOWS)] else here).to(DTYPE),)
+            here, beside = load_runs(
+                pointers[rate], origin, tail, HOW.RATE_FOLLOWS[rate % len(HOW.RATE_FOLLOWS)], ALIGNED, HOW.REVERSE, ROWS, WIDTH
+            )
+            found = found + ((beside if HOW.RATE_FOLLOWS[rate % len(HOW.RATE_FOLLOWS)] else here).to(HOW.DTYPE),)
     return found
