@@ -260,7 +260,7 @@ def test_triton_s_hooks_are_called() -> None:
     finally:
         triton.knobs.runtime.launch_enter_hook.remove(told)
     rlhf_scan.discounted_returns(rewards)
-    assert names == ["scan_tiles"]
+    assert names == ["scan_rows"]
 
 
 @pytest.mark.gpu

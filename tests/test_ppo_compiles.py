@@ -66,3 +66,26 @@ def test_repeated_launches_are_direct(launches: dict[str, tuple[list[str], int]]
 
 def test_the_kernels_of_the_default(launches: dict[str, tuple[list[str], int]]) -> None:
     assert launches["the default"][0] == ["_place", "scan_rows", "_sound_statistics", "_merge", "_whiten"]
+
+
+DIFFERENT = """
+import math
+from triton.compiler import ASTSource
+from rlhf_scan.backends import triton_core, triton_ppo, triton_scan
+
+def found_again_as(kl, post_eos):
+    stage = triton_ppo._shaping(kl, (math.inf, math.inf), False, False, False, False, post_eos)
+    how = triton_core.How(*[None] * len(triton_core.How._fields))._replace(BEFORE=stage)
+    return ASTSource(fn=triton_scan.scan_rows, signature={}, constexprs={("HOW",): how}).hash()
+
+cases = [(kl, post_eos) for kl in ("k1", "k3") for post_eos in (False, True)]
+assert len({found_again_as(*case) for case in cases}) == len(cases)
+assert found_again_as("k1", True) == found_again_as("k1", True)
+"""
+
+
+def test_stages_of_one_name_are_not_taken_for_each_other() -> None:
+    """What Triton keeps on disk it finds by a hash, which must tell apart functions that differ in their constants alone."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    finished = subprocess.run([sys.executable, "-c", DIFFERENT], env=environment, capture_output=True, text=True, timeout=200)
+    assert finished.returncode == 0, finished.stderr[-4000:]

@@ -63,6 +63,11 @@ class How(NamedTuple):
     WORD: Any
     INDEX: Any
 
+    @property
+    def cache_key(self) -> str:
+        """By which Triton finds again what it compiled, also on disk: its own would have functions by their names, which others share."""
+        return "-".join(getattr(part, "cache_key", str(part)) for part in self)
+
 
 @triton.jit
 def _ask_ahead(inputs, ahead, there, WIDTH: tl.constexpr):
