@@ -53,9 +53,10 @@ def merged(parts: Sequence[Results]) -> Results:
     """Runs on one machine as one; a provider that was measured again on a work counts as it was measured last."""
     whole = dict(parts[-1])
     by_key: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for work in (work for part in parts for work in part["works"]):
+    for part, work in ((part, work) for part in parts for work in part["works"]):
         key = work["group"], work["name"], work["seed"]
-        rows = {row["provider"]: row for row in (*by_key.get(key, {"rows": []})["rows"], *work["rows"])}
+        measured = [{"commit": part["environment"]["commit"], **row} for row in work["rows"]]
+        rows = {row["provider"]: row for row in (*by_key.get(key, {"rows": []})["rows"], *measured)}
         by_key[key] = {**work, "rows": list(rows.values())}
     whole["works"] = sorted(by_key.values(), key=lambda work: list(GROUPS).index(work["group"]))
     done = {work["name"] for work in whole["works"]}
@@ -75,7 +76,9 @@ def markdown(results: Results, image: str = "") -> str:
     for group in GROUPS:
         works = [work for work in results["works"] if work["group"] == group]
         if works:
-            sections.append(f"## {WORKS[group]}\n\n{''.join(_tables(works, group in WITH_HOST))}")
+            commits = dict.fromkeys(row["commit"] for work in works for row in work["rows"] if "commit" in row)
+            at = f"Measured at commit {', '.join(commits)}.\n\n" if commits else ""
+            sections.append(f"## {WORKS[group]}\n\n{at}{''.join(_tables(works, group in WITH_HOST))}")
     if results["not_run"]:
         sections.append("## Not run\n\n" + "".join(f"- {name}\n" for name in results["not_run"]))
     providers = {row["provider"] for work in results["works"] for row in work["rows"]}

@@ -32,7 +32,7 @@ def solved(
         shape = replace(sequences, fault=fault)
         return solve(call, None, shape, **_wanted(inputs, options, steps, tallied=tallied))
     advantages, returns = ops.run(call, backend_module(inputs.backend))
-    if not zero:
+    if _checked(options, tallied=tallied):
         fault = torch.minimum(fault, _faults_of_result(inputs, advantages))
     return Solved(advantages, returns, None, fault, None)
 
@@ -58,10 +58,15 @@ def _wanted(inputs: PPOInputs, options: PPOOptions, steps: Tensor | None, *, tal
     """What the pass is to do beside solving."""
     return {
         "post_eos": options.score_at == "post_eos" and steps is not None,
-        "checked": options.nonfinite in ("raise", "drop") or (tallied and options.nonfinite != "zero"),
+        "checked": _checked(options, tallied=tallied),
         "tallied": tallied and options.nonfinite != "zero",
         "dtypes": (inputs.call.dtype if tallied else inputs.dtype, *[inputs.dtype] * 3),
     }
+
+
+def _checked(options: PPOOptions, *, tallied: bool) -> bool:
+    """Whether advantages that are not finite matter to more than their sequence."""
+    return options.nonfinite in ("raise", "drop") or (tallied and options.nonfinite == "propagate")
 
 
 def _faults_of_result(inputs: PPOInputs, advantages: Tensor) -> Tensor:

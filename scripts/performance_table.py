@@ -14,7 +14,6 @@ START, STOP = "<!-- performance -->\n", "<!-- /performance -->\n"
 # (group, how a work's name begins, what README calls it); a work that the results do not hold has no row
 ROWS = (
     ("packed", "gae, packed, 1024 x 16384, gamma 1", "GAE, a pack of 1024 x 16384 tokens"),
-    ("packed", "gae, packed, 256 x 65536, gamma 1, lam 1", "GAE, 256 x 65536, lambda 1"),
     ("packed", "gae, packed, 128 x 131072, gamma 1, lam 1", "GAE, 128 x 131072, lambda 1"),
     ("mixed", "gae, packed", "GAE, 16M tokens in segments of 16 to 131072, mask and flags"),
     ("seven", "gae, rows, 512 x 4096, truncations", "GAE, 512 x 4096, ends and cuts"),
