@@ -53,9 +53,9 @@ def merged(parts: Sequence[Results]) -> Results:
     """Runs on one machine as one; a provider that was measured again on a work counts as it was measured last."""
     whole = dict(parts[-1])
     by_key: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for part, work in ((part, work) for part in parts for work in part["works"]):
+    for commit, work in ((part["environment"]["commit"], work) for part in parts for work in part["works"]):
         key = work["group"], work["name"], work["seed"]
-        measured = [{"commit": part["environment"]["commit"], **row} for row in work["rows"]]
+        measured = [{"commit": commit, **row} for row in work["rows"]]
         rows = {row["provider"]: row for row in (*by_key.get(key, {"rows": []})["rows"], *measured)}
         by_key[key] = {**work, "rows": list(rows.values())}
     whole["works"] = sorted(by_key.values(), key=lambda work: list(GROUPS).index(work["group"]))
