@@ -102,8 +102,7 @@ def solve(
 
     `given` are inputs, outputs, rates, numbers in place of them, flags, bootstrap, carries, and what the stages take; `place` is (segment,
     first token, tokens of the segment before it, and from it on, number of the row among those of all programs); `chain` (slot of the tile's
-    carry, tile, tiles of the segment, slots in all); `ahead` (a later program's
-    tile, whether there is one).
+    carry, tile, tiles of the segment, slots in all); `ahead` (a later program's tile, whether there is one).
     """
     inputs, outputs, rates, rate_numbers, flags, bootstrap, carries, staged = given
     segment, origin, head, tail, row = place

@@ -39,8 +39,6 @@ HAS_MASK, PADDED, IGNORES_MASK, KL_EVERYWHERE, POST_EOS, CHECKED, TALLIED = Fals
 RESULT_FAULT = tl.constexpr(meaning.RESULT_FAULT)
 _PART = tl.constexpr(4)  # of a tile's row of a sequence: count, mean, M2, sequence
 _LANES = 16 if INTERPRETED else 1024
-
-
 # The oldest is forgotten beyond this.
 _KEPT = 64
 _passes: dict[tuple[Any, ...], Pass] = {}
