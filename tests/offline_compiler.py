@@ -1,6 +1,6 @@
 """Compiles the Triton backend's kernels for an sm_90 GPU on a machine without one, and prints the layouts of their scans.
 
-Run as a program, without TRITON_INTERPRET: one JSON line per launch, {"variant", "scans": [{"axis", "layout"}]}.
+Run as the module tests.offline_compiler, without TRITON_INTERPRET: one JSON line per launch, {"variant", "scans": [{"axis", "layout"}]}.
 """
 
 from __future__ import annotations
@@ -13,37 +13,14 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 import rlhf_scan
 from rlhf_scan import Segments
-from rlhf_scan.backends import triton_backend, triton_map, triton_scan
+from rlhf_scan.backends import triton_map, triton_scan
+from scripts import no_gpu
 
 _SCAN = re.compile(r'"tt\.scan"\(.*?<\{axis = (\d+) : i32.*?\}\) : \(tensor<[^>]*?, (#\w+)>', re.DOTALL)
 _LAYOUT = re.compile(r"^(#\w+) = #ttg\.blocked<\{(.*)\}>$", re.MULTILINE)
-
-
-class Driver:
-    """What `warmup` asks of a driver: the GPU to compile for."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_device_interface(self) -> Any:
-        return torch.cpu
-
-    def map_python_to_cpp_type(self, name: str) -> str:
-        return name
-
-    def launcher_cls(self, *arguments: Any, **options: Any) -> None:
-        return None
 
 
 class Pointer:
@@ -118,8 +95,7 @@ def main() -> None:
     def report(ttgir: str) -> None:
         print(json.dumps({"variant": variant, "scans": scans(ttgir)}), flush=True)
 
-    driver.set_active(Driver())
-    triton_backend.why_not = lambda device: None
+    no_gpu.stand_in()
     triton_scan.scan_rows, triton_scan.scan_pack = Compiled(triton_scan.scan_rows, report), Compiled(triton_scan.scan_pack, report)
     triton_map._fill_slots = Compiled(triton_map._fill_slots, lambda ttgir: None)
     for variant, call in variants():  # noqa: B007  # `report` reads it

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-COMPILER = Path(__file__).parent / "offline_compiler.py"
+COMPILER = [sys.executable, "-m", "tests.offline_compiler"]
+ROOT = Path(__file__).parent.parent
 WITHOUT_SCANS = {"rows of 8"}  # a run of tokens is composed within a thread
 
 
@@ -24,7 +25,7 @@ WITHOUT_SCANS = {"rows of 8"}  # a run of tokens is composed within a thread
 def launches() -> list[dict[str, Any]]:
     """Every launch of every variant, compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    finished = subprocess.run([sys.executable, str(COMPILER)], env=environment, capture_output=True, text=True, timeout=280)
+    finished = subprocess.run(COMPILER, env=environment, capture_output=True, text=True, timeout=280, cwd=ROOT)
     assert finished.returncode == 0, finished.stderr[-4000:]
     return [json.loads(line) for line in finished.stdout.splitlines()]
 
@@ -50,8 +51,6 @@ def test_a_thread_holds_one_element_of_a_scan(launches: list[dict[str, Any]]) ->
 
 
 def test_the_interpreter_is_refused() -> None:
-    finished = subprocess.run(
-        [sys.executable, str(COMPILER)], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=120
-    )
+    finished = subprocess.run(COMPILER, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert finished.returncode == 1
     assert "unset TRITON_INTERPRET" in finished.stderr

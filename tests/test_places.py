@@ -19,19 +19,6 @@ from rlhf_scan.shaping import Located, Placed, Sequences, shaping_backend
 
 BACKENDS = {"cpu": 150, "triton": 60}
 REAL = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
-GIVEN = (
-    "logprobs",
-    "ref_logprobs",
-    "values",
-    "scores",
-    "rewards",
-    "has_eos",
-    "mask",
-    "attention_mask",
-    "terminated",
-    "truncated",
-    "bootstrap",
-)
 
 
 def random_call(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any], Segments | None]:
