@@ -173,9 +173,10 @@ def _targets() -> Iterator[Target]:
         )  # fmt: skip
     for shape in shapes:
         yield _of_bandwidth(f"Discounted returns, gamma 0.99 and 1, {shape}", "returns", 0.70, 0.90, shape)
-    both = ("rl-triton", "PufferLib")
-    yield Target("GAE, the 40 shapes, against the better of rl-triton and PufferLib", "grid",
-                 Goal(partial(_ahead, both, 1.0), 1.0, "ahead in all"), Goal(partial(_ahead, both, 2.0), 1.0, "2 x in all"))  # fmt: skip
+    for suffix, what in ((" + returns", "with returns"), ("", "that make advantages alone")):
+        both = f"rl-triton{suffix}", f"PufferLib{suffix}"
+        yield Target(f"GAE, the 40 shapes, against the better of rl-triton and PufferLib {what}", "grid",
+                     Goal(partial(_ahead, both, 1.0), 1.0, "ahead in all"), Goal(partial(_ahead, both, 2.0), 1.0, "2 x in all"))  # fmt: skip
     peer = ("rl-triton",)
     yield Target("Seven estimators, 4096 x 128 and 512 x 4096, against rl-triton", "seven",
                  Goal(partial(_ahead, peer, 1.0), 1.0, "ahead in all"), Goal(partial(_ratio, peer), 1.5, "1.5 x"))  # fmt: skip

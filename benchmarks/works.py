@@ -137,11 +137,19 @@ def _returns() -> Iterator[Work]:
 
 def _grid() -> Iterator[Work]:
     """The 40 shapes of rl-triton's comparison with PufferLib, with its rates and its share of done flags."""
-    settings = {"rates": DISCOUNTED, "flags": "terminated", "flag_dtype": torch.float32, "chance": 0.05, "queued": True}
+    peers = ("rl-triton", "PufferLib")
+    settings = {
+        "providers": ("ours", *(f"{peer} + returns" for peer in peers), *peers),
+        "rates": DISCOUNTED,
+        "flags": "terminated",
+        "flag_dtype": torch.float32,
+        "chance": 0.05,
+        "queued": True,
+    }
     for segments, length in dict.fromkeys(GRID):
-        yield Work("grid", "gae", segments, length, ("ours", "rl-triton", "PufferLib"), **settings)  # type: ignore[arg-type]
+        yield Work("grid", "gae", segments, length, **settings)  # type: ignore[arg-type]
     # 8192 x 128 is in both halves of the 40; the comparison runs it twice, with other inputs the second time.
-    yield Work("grid", "gae", 8192, 128, ("ours", "rl-triton", "PufferLib"), seed=1, **settings)  # type: ignore[arg-type]
+    yield Work("grid", "gae", 8192, 128, seed=1, **settings)  # type: ignore[arg-type]
 
 
 def _seven() -> Iterator[Work]:

@@ -15,13 +15,14 @@ from rlhf_scan.backends import triton_backend
 class Driver:
     """What Triton asks of a GPU's driver."""
 
-    def __init__(self) -> None:
+    def __init__(self, capability: int) -> None:
         self.launched: list[str] = []
         self.utils = self
+        self._target = GPUTarget("cuda", capability, 32)
 
     def get_current_target(self) -> GPUTarget:
-        """An H200."""
-        return GPUTarget("cuda", 90, 32)
+        """What kernels are compiled for."""
+        return self._target
 
     def get_current_device(self) -> int:
         """The only one."""
@@ -53,9 +54,9 @@ class Driver:
         return lambda *arguments: self.launched.append(name)
 
 
-def stand_in() -> Driver:
-    """From now on the Triton backend takes CPU tensors, and its outputs are never written."""
-    found = Driver()
+def stand_in(capability: int = 90) -> Driver:
+    """From now on the Triton backend takes CPU tensors, and its outputs are never written. `capability` is a GPU's, 90 an H200's."""
+    found = Driver(capability)
     driver.set_active(found)
     triton_backend.why_not = lambda device: None
     return found

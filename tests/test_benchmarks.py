@@ -190,12 +190,14 @@ def test_targets_are_what_was_measured() -> None:
     long = [work for work in GROUPS["long"]() if work.segments == 1]
     found = [result(long[0], ours=10.0, rl_triton=1000.0), result(long[1], ours=40.0, rl_triton=1000.0)]
     assert verdicts(*found) == {"GAE, few long: 1 x 1048576": ["100 x, 10.0 us", "aim"]}
-    grid = [result(work, ours=2.0, rl_triton=5.0, PufferLib=3.9) for work in GROUPS["grid"]()]
-    assert list(verdicts(*grid).values()) == [["40 of 40, 0 of 40 by 2 x", "at least"]]
+    with_returns = {"rl-triton + returns": 5.0, "PufferLib + returns": 4.1}
+    grid = [result(work, ours=2.0, rl_triton=5.0, PufferLib=3.9, **with_returns) for work in GROUPS["grid"]()]
+    ahead = ["40 of 40, 40 of 40 by 2 x", "aim"]
+    assert list(verdicts(*grid).values()) == [ahead, ["40 of 40, 0 of 40 by 2 x", "at least"]]
     grid[7]["rows"][2]["time"] = 1.9
-    assert list(verdicts(*grid).values()) == [["39 of 40, 0 of 40 by 2 x", "no"]]
+    assert list(verdicts(*grid).values()) == [ahead, ["39 of 40, 0 of 40 by 2 x", "no"]]
     del grid[7]["rows"][2]
-    assert list(verdicts(*grid).values()) == [["-", "not measured"]]
+    assert list(verdicts(*grid).values()) == [ahead, ["-", "not measured"]]
     growth = [result(work, ours=work.segments * (1.1 if work.segments == 128 else 1.0)) for work in GROUPS["growth"]()]
     assert list(verdicts(*growth).values()) == [["10%", "at least"]]
     block = [result(work, ours=80.0, TRL=160_100.0) for work in GROUPS["ppo"]()]

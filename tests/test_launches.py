@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ from triton.compiler import CompiledKernel  # type: ignore[import-untyped]
 
 import rlhf_scan
 from rlhf_scan import Segments, repeats
-from rlhf_scan.backends import triton_backend, triton_launch, triton_map, triton_solver
+from rlhf_scan.backends import tiles, triton_backend, triton_launch, triton_map, triton_solver
 
 X = torch.zeros(64)
 
@@ -100,7 +102,10 @@ class Kernel:
 def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A GPU as far as a `Launcher` knows: `current` is its number, its stream that times ten."""
     found = SimpleNamespace(current=0)
-    driver = SimpleNamespace(get_current_device=lambda: found.current, get_current_stream=lambda number: 10 * number)
+    target = SimpleNamespace(backend="cuda", arch=90)
+    driver = SimpleNamespace(
+        get_current_device=lambda: found.current, get_current_stream=lambda number: 10 * number, get_current_target=lambda: target
+    )
     monkeypatch.setattr(triton_launch, "driver", SimpleNamespace(active=driver))
     monkeypatch.setattr(triton_launch, "INTERPRETED", False)
     monkeypatch.setattr(triton_launch, "why_not_direct", lambda: None)
@@ -284,12 +289,19 @@ def test_tensors_of_a_gpu_that_is_not_the_current_one() -> None:
             assert torch.cuda.current_device() == 0
 
 
+def first_line(function: Any) -> str:
+    """The first statement after the docstring."""
+    statements = ast.parse(inspect.getsource(function)).body[0].body  # type: ignore[attr-defined]
+    documented = isinstance(statements[0], ast.Expr) and isinstance(statements[0].value, ast.Constant)
+    return ast.unparse(statements[1 if documented else 0])
+
+
 @pytest.mark.skipif(not triton_launch.INTERPRETED, reason="the interpreter's launches are in one place")
-def test_every_launch_is_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton launches on the current device, which need not be the tensors'."""
+def test_every_launch_is_on_its_tensors_device_and_awaits_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, which need not be the tensors', and programs may start before what they read is written."""
     from triton.runtime import interpreter  # type: ignore[import-untyped]
 
-    inside, names = 0, []
+    inside, names, first_lines = 0, [], {}
 
     @contextlib.contextmanager
     def entered(tensor: Tensor) -> Iterator[None]:
@@ -302,10 +314,12 @@ def test_every_launch_is_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch) 
 
     def recorded(executor: Any, *given: Any, **options: Any) -> Any:
         names.append((executor.fn.__name__, inside))
+        first_lines[executor.fn.__name__] = first_line(executor.fn)
         return launch(executor, *given, **options)
 
     def calls() -> None:
         pack = Segments.from_lengths([5, 3])
+        rlhf_scan.gae(long, long, backend="triton")
         for whiten_rewards in (False, True):
             rlhf_scan.ppo_advantages(
                 flat, flat, flat, torch.ones(2), mask=torch.ones(8), segments=pack, whiten_rewards=whiten_rewards, backend="triton"
@@ -313,7 +327,7 @@ def test_every_launch_is_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch) 
         policy = {"policy_probs": actions, "actions": torch.zeros(2, 4, dtype=torch.int64)}
         rlhf_scan.retrace_from_policy(rows, rows, actions, actions, rows, **policy, backend="triton")
 
-    rows, actions = torch.zeros(2, 4), torch.zeros(2, 4, 3)
+    rows, long, actions = torch.zeros(2, 4), torch.zeros(1, 2 * tiles.WIDTH), torch.zeros(2, 4, 3)
     flat = rows.flatten()
     calls()  # which imports what launches
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", recorded)
@@ -322,5 +336,7 @@ def test_every_launch_is_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch) 
             monkeypatch.setattr(module, "on_device_of", entered)
     calls()
     ours = {"_locate", "_place", "_shape", "_kept", "_tile_statistics", "_sound_statistics", "_merge", "_whiten"}
-    assert {"scan_rows", "scan_pack", "_fill_slots", *ours} <= {name for name, _ in names}
+    ours |= {"scan_rows", "scan_pack", "_fill_slots", "_clear", "sum_of_products", "logarithm_of_chosen"}
+    assert ours <= {name for name, _ in names}
     assert [name for name, depth in names if depth == 0] == []
+    assert first_lines == dict.fromkeys(first_lines, "await_previous()")

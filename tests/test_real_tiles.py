@@ -15,7 +15,7 @@ PROGRAM = """
 import sys
 import pytest
 from rlhf_scan.backends import tiles
-tiles.WIDTH, tiles.MEDIUM, tiles.SHORT, tiles.GROUP, tiles.PROGRAM = 2048, 512, 128, 32, 1024
+tiles.WIDTH, tiles.MEDIUM, tiles.SHORT, tiles.GROUP, tiles.PROGRAM = 2048, 512, 128, 32, 256
 from rlhf_scan.backends import triton_map
 assert triton_map.WIDTH == tiles.WIDTH
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))

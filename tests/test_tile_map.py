@@ -27,7 +27,7 @@ def test_boundaries_that_are_wrong_write_and_wait_for_nothing_else(case: str, no
     boundaries = torch.tensor(BOUNDARIES[case], device=device_of("triton"))
     tokens, segments = 3 * tiles.WIDTH + 8, len(boundaries) - 1
     bounds = triton_map.bounds_of(tokens, segments)
-    slots = triton_map.slots_of(boundaries, tokens).split(bounds)
+    slots = triton_map.slots_of(boundaries, tokens, torch.empty(0, dtype=torch.int32, device=boundaries.device)).split(bounds)
     for found, bound, tiled in zip(slots, bounds, (True, False, False), strict=True):
         rows = [row for row in found.tolist() if row[3] > 0]
         for segment, turn, start, length, first, *_ in rows:

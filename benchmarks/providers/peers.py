@@ -10,7 +10,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from ..batches import Batch
+from . import Prepared
+
 INSIDE = ("rl-triton/src", "site")
+WITH_RETURNS = "its advantages, and returns as its callers make them, advantages + values in one torch operator: the outputs that ours has"
 
 
 def folder() -> Path:
@@ -49,3 +55,18 @@ def reason(error: Exception) -> str:
 def needs_cuda(then: Callable[[], str | None]) -> Callable[[str], str | None]:
     """A reason for a peer that runs on a GPU alone."""
     return lambda device: then() if device == "cuda" else "it runs on a GPU alone"
+
+
+def with_returns(prepare: Callable[[Batch], Prepared]) -> Callable[[Batch], Prepared]:
+    """What `prepare` prepares, advantages, and the returns from them."""
+
+    def prepared(batch: Batch) -> Prepared:
+        alone, values = prepare(batch), batch.rows().tensors["values"]
+
+        def run() -> tuple[Tensor, Tensor]:
+            advantages = alone.run()
+            return advantages, advantages + values
+
+        return Prepared(run, lambda found: dict(zip(("advantages", "returns"), found, strict=True)), alone.comparable)
+
+    return prepared

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..batches import Batch
 from ..works import Work
 from . import Prepared, Provider, register
-from .peers import folder, needs_cuda, reason
+from .peers import WITH_RETURNS, folder, needs_cuda, reason, with_returns
 
 SOURCES = ("pufferlib.cpp", "pufferlib.cu")
 
@@ -96,15 +96,8 @@ def refuses(work: Work) -> str | None:
     return None
 
 
-register(
-    Provider(
-        "PufferLib",
-        prepare,
-        needs_cuda(absent),
-        frozenset({"gae"}),
-        refuses,
-        queued=True,
-        build=build,
-        about="3.0.0; it makes the advantages alone",
-    )
-)
+for name, prepared, about in (
+    ("PufferLib", prepare, "3.0.0; it makes the advantages alone"),
+    ("PufferLib + returns", with_returns(prepare), WITH_RETURNS),
+):
+    register(Provider(name, prepared, needs_cuda(absent), frozenset({"gae"}), refuses, queued=True, build=build, about=about))

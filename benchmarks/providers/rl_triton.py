@@ -16,7 +16,7 @@ from torch import Tensor
 from ..batches import Batch
 from ..works import Work
 from . import Prepared, Provider, register, unchanged
-from .peers import importable, imported, needs_cuda
+from .peers import WITH_RETURNS, importable, imported, needs_cuda, with_returns
 
 Arguments = tuple[str, dict[str, Any]]
 
@@ -128,13 +128,6 @@ def refuses(work: Work) -> str | None:
     return None
 
 
-register(
-    Provider(
-        "rl-triton",
-        prepare,
-        needs_cuda(lambda: importable("rl_triton")),
-        frozenset(CALLS),
-        refuses,
-        about="of GAE it makes the advantages alone",
-    )
-)
+ABSENT = needs_cuda(lambda: importable("rl_triton"))
+register(Provider("rl-triton", prepare, ABSENT, frozenset(CALLS), refuses, about="of GAE it makes the advantages alone"))
+register(Provider("rl-triton + returns", with_returns(prepare), ABSENT, frozenset({"gae"}), refuses, about=WITH_RETURNS))

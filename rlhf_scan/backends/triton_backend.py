@@ -55,7 +55,7 @@ def expectation(values: Tensor, probabilities: Tensor, dtype: torch.dtype) -> Te
     tokens = math.prod(shape)
     expected = torch.empty(tokens, dtype=dtype, device=values.device)
     width = min(triton.next_power_of_2(actions), 128)
-    rows = max(1, tiles.PROGRAM // width)
+    rows = max(1, triton_expectation.PRODUCTS // width)
     accumulate = tl.float64 if dtype == torch.float64 else tl.float32
     launcher = Launcher(
         triton_expectation.sum_of_products, {"ROWS": rows, "WIDTH": width, "DTYPE": accumulate}, num_warps=4, enable_fp_fusion=True

@@ -11,13 +11,43 @@ UNSET until a value is there. Programs start in scan order: the one that is wait
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from .triton_launch import Launcher, await_previous
 from .triton_tile import compose, passed
 
 UNSET = tl.constexpr(-1)  # as bits: a NaN that no published value has
 CARRY_WORDS = tl.constexpr(5)  # of a slot: a and b of the tile, of the group, and the carry that leaves the block; `stride` words apart
+WORDS = 1024  # that a program clears
+
+
+def clear(carries: Tensor) -> None:
+    """Set all words to UNSET."""
+    words = carries.numel()
+    if words:
+        _clearer()(triton.cdiv(words, WORDS), carries, words)
+
+
+@lru_cache(maxsize=1)
+def _clearer() -> Launcher:
+    return Launcher(_clear, {"WORDS": WORDS}, num_warps=4)
+
+
+@triton.jit(do_not_specialize=["words"])
+def _clear(carries, words, WORDS: tl.constexpr):
+    await_previous()
+    clear_words(carries, tl.program_id(0), words, WORDS)
+
+
+@triton.jit
+def clear_words(carries, program, words, WORDS: tl.constexpr):
+    """One program's WORDS of them."""
+    word = program.to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    tl.store(carries + word, tl.full([WORDS], UNSET, carries.dtype.element_ty), mask=word < words)
 
 
 @triton.jit

@@ -116,7 +116,7 @@ def solve(
     place, ended, terminated = boundaries(
         flags, segment, origin, at, head, tail, keeps[1], HOW.FLAGS, HOW.MASKED, HOW.REVERSE, HOW.STARTS, ALIGNED, TILED, ROWS, WIDTH
     )
-    end = end_value(bootstrap, segment, origin, place, head, tail, ended, terminated, HOW.BOOTSTRAP, HOW.REVERSE, HOW.DTYPE)
+    end = end_value(bootstrap, segment, origin, (place, ended, terminated), head, tail, HOW, ALIGNED, TILED, ROWS, WIDTH)
     next = origin + place + (1 if HOW.REVERSE else -1), steps & (ended == 0)
     ends, rated = (ended, terminated, end), (rates, rate_numbers)
     here, following = inputs_of(inputs, origin, tail, next, keeps, ends, HOW, ALIGNED, ROWS, WIDTH)

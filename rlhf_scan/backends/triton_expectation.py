@@ -11,6 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .tiles import INTERPRETED
+from .triton_launch import await_previous
+
+PRODUCTS = 64 if INTERPRETED else 1024  # of a program
 # Not specialised, so that neither shapes nor strides change the order of a sum or the number of compiled kernels.
 _SIZES = ["tokens", "actions", "length", "row", "step", "by", "weight_row", "weight_step", "weight_by"]
 
@@ -34,6 +38,7 @@ def sum_of_products(
     DTYPE: tl.constexpr,
 ):
     """sums[t] = sum over a of values[t, a] * weights[t, a], WIDTH actions at a time; a weight of 0 adds 0, whatever the value."""
+    await_previous()
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first_value = (token // length * row + token % length * step)[:, None]
     first_weight = (token // length * weight_row + token % length * weight_step)[:, None]
@@ -50,6 +55,7 @@ def sum_of_products(
 @triton.jit(do_not_specialize=["tokens", "actions", "length", "row", "step", "by"])
 def logarithm_of_chosen(weights, chosen, logarithms, tokens, actions, length, row, step, by, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
     """logarithms[t] = log weights[t, chosen[t]]; NaN, and nothing is read, where that is none of the actions."""
+    await_previous()
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     action = tl.load(chosen + token, mask=token < tokens, other=0).to(tl.int64)
     within = (token < tokens) & (action >= 0) & (action < actions)

@@ -1,7 +1,10 @@
-"""The one place that launches the scan's kernels: the first time as `kernel[grid](...)`, then what Triton compiled for it, directly.
+"""The one place that launches the kernels: the first time as `kernel[grid](...)`, then what Triton compiled for it, directly.
 
 Triton's own launch binds, inspects and hashes every argument on each call, constants included, which takes longer than a small kernel. A
 `Launcher` holds the constants and looks at the arguments alone. Whatever Triton specialises a kernel on is in its key.
+
+From Hopper on a launch may put its programs in place before the one before it is done (programmatic dependent launch), which saves about a
+microsecond between two of them. So every kernel begins with `await_previous`.
 """
 
 # mypy: ignore-errors
@@ -15,6 +18,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
@@ -32,13 +36,22 @@ _COMPILED: dict[tuple[Any, ...], dict[tuple[Any, ...], tuple[Any, ...]]] = {}
 _ABSENT: dict[int, tuple[None, ...]] = {}
 _HOOKS = triton.knobs.runtime if hasattr(triton, "knobs") else CompiledKernel  # one that is too old says so, it does not fail here
 _HERE: AbstractContextManager[Any] = nullcontext()
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def await_previous():
+    """The first line of every kernel: wait until all that was launched before is done and can be read, and let the next launch come this far."""
+    if not _INTERPRETED and tl.target_info.cuda_capability_geq(9, 0):
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 class Launcher:
     """A kernel with its constants.
 
     Args:
-        kernel: from `triton.jit`; its first parameters are a launch's arguments, the others constants.
+        kernel: from `triton.jit`; its first parameters are a launch's arguments, the others constants; its first line is `await_previous()`.
         constants: by name.
         alike: all its launches have the same ints and the same dtypes of tensors, whose addresses are multiples of 16, and lack the same ones,
             so that what was compiled for one serves all.
@@ -79,7 +92,9 @@ class Launcher:
 
     def _compile_and_launch(self, programs: int, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """As Triton's users do; how to launch directly what it compiled, if that can be done."""
-        compiled = self._kernel[(programs,)](*arguments, **self._constants, **self._options)
+        target = driver.active.get_current_target()
+        early = target.backend == "cuda" and target.arch >= 90
+        compiled = self._kernel[(programs,)](*arguments, **self._constants, **self._options, launch_pdl=early)
         if not isinstance(compiled, CompiledKernel) or why_not_direct() is not None:
             return None
         constants = [self._constants[name] for name in self._kernel.arg_names[len(arguments) :]]

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..shaping import ShapingCall
-from .triton_launch import Launcher
+from .triton_launch import Launcher, await_previous
 from .triton_parts import BLOCK, WARPS, flag, is_set, part_of, parts_of
 
 _INT32_TOKENS = 2**31 - BLOCK  # a block may reach past the last one
@@ -52,6 +52,7 @@ def _locate(
     BLOCK: tl.constexpr,
 ):
     """Of each part: its last trainable token, its last that is no padding, how many are trainable, are these and end a sequence, are truncated."""
+    await_previous()
     _, _, first, end = part_of(cu_seqlens, length, tokens, parts, BLOCK)
     first, end = first.to(INDEX), end.to(INDEX)
     lanes = tl.arange(0, BLOCK)

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -12,13 +14,14 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .tiles import INTERPRETED, MEDIUM, SHORT, WIDTH
+from .triton_carry import WORDS, clear, clear_words
+from .triton_launch import Launcher, await_previous
 
 FIELDS = tl.constexpr(
     8
 )  # of a slot: segment, turn of the tile in scan order, the segment's first token, its length, the segment's first slot
 _BLOCKS = (64, 64) if INTERPRETED else (256, 4096)  # segments that a program looks at together, at least and at most
 _TURNS = 8 if INTERPRETED else 256  # so many turns are put down side by side
-
 
 # A captured graph neither reads nor fills this: its boundaries may change between replays, and its memory is its own.
 _KEPT = WeakTensorKeyDictionary()
@@ -29,32 +32,41 @@ def bounds_of(tokens: int, segments: int) -> tuple[int, int, int]:
     return tokens // WIDTH + min(segments, tokens // (MEDIUM + 1)), min(segments, tokens // (SHORT + 1)), min(segments, tokens)
 
 
-def slots_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
+def slots_of(cu_seqlens: Tensor, tokens: int, carries: Tensor) -> Tensor:
     """[slots, FIELDS]: those of tiles, of which come all first ones in scan order, then all second ones, ...; of medium and of short segments.
 
-    As many of each as there may be; one not in use has length 0, and anything else.
+    As many of each as there may be; one not in use has length 0, and anything else. Sets all words of `carries` to UNSET, in the same launch if
+    the map is made.
     """
     capturing = cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()
     if capturing or cu_seqlens.is_inference():
-        return _make(cu_seqlens, tokens)
+        return _make(cu_seqlens, tokens, carries)
     state = cu_seqlens._version, tokens
     kept = _KEPT.get(cu_seqlens)
     if kept is None or kept[0] != state:
-        kept = state, _make(cu_seqlens, tokens)
+        kept = state, _make(cu_seqlens, tokens, carries)
         _KEPT[cu_seqlens] = kept
+    else:
+        clear(carries)
     return kept[1]
 
 
-def _make(cu_seqlens: Tensor, tokens: int) -> Tensor:
+def _make(cu_seqlens: Tensor, tokens: int, carries: Tensor) -> Tensor:
     segments, device = cu_seqlens.numel() - 1, cu_seqlens.device
     bounds = bounds_of(tokens, segments)
     slots = torch.empty(sum(bounds), FIELDS.value, dtype=torch.int32 if tokens < 2**31 - WIDTH else torch.int64, device=device)
     block = min(max(triton.next_power_of_2(segments), _BLOCKS[0]), _BLOCKS[1])
     turns = min(bounds[0], tokens // WIDTH + 1, _TURNS)
-    _fill_slots[(turns + triton.cdiv(segments, block),)](
-        cu_seqlens, slots, segments, tokens, *bounds, turns, WIDTH, MEDIUM, SHORT, block, num_warps=min(8, max(1, block // 128))
-    )
+    words = carries.numel()
+    programs = turns + 2 * triton.cdiv(segments, block) + triton.cdiv(words, WORDS)
+    _launcher(block)(programs, cu_seqlens, slots, carries, segments, tokens, *bounds, turns, words)
     return slots
+
+
+@lru_cache(maxsize=16)
+def _launcher(block: int) -> Launcher:
+    constants = {"WIDTH": WIDTH, "MEDIUM": MEDIUM, "SHORT": SHORT, "BLOCK": block, "WORDS": WORDS}
+    return Launcher(_fill_slots, constants, num_warps=min(8, max(1, block // 128)))
 
 
 @triton.jit
@@ -89,6 +101,16 @@ def _clear(slots, first, step, bound, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _add_and_compare(sum_left, total_left, most_left, sum_right, total_right, most_right):
+    return sum_left + sum_right, total_left + total_right, tl.maximum(most_left, most_right)
+
+
+@triton.jit
+def _add_both(left, other_left, right, other_right):
+    return left + right, other_left + other_right
+
+
+@triton.jit
 def _put_turns(cu_seqlens, slots, segments, tokens, bound, turn, step, WIDTH: tl.constexpr, MEDIUM: tl.constexpr, BLOCK: tl.constexpr):
     """The tiles of this turn of all long segments, and those of every `step`-th further one; turn 0 of a segment is where its scan begins."""
     program = turn
@@ -100,22 +122,21 @@ def _put_turns(cu_seqlens, slots, segments, tokens, bound, turn, step, WIDTH: tl
         for at in tl.range(0, segments, BLOCK):
             _, _, length = _segments_from(at, cu_seqlens, segments, tokens, BLOCK)
             tiles = tl.where(length > MEDIUM, tl.cdiv(length, WIDTH), 0).to(tl.int64)
-            slot += tl.sum(tl.minimum(tiles, turn))
-            total += tl.sum(tiles)
-            most = tl.maximum(most, tl.max(tiles))
+            before_turn, here, longest = tl.reduce((tl.minimum(tiles, turn), tiles, tiles), 0, _add_and_compare)
+            slot, total, most = slot + before_turn, total + here, tl.maximum(most, longest)
         before = tl.zeros([], tl.int64)
         if turn < most:
             for at in tl.range(0, segments, BLOCK):
                 segment, start, length = _segments_from(at, cu_seqlens, segments, tokens, BLOCK)
                 tiles = tl.where(length > MEDIUM, tl.cdiv(length, WIDTH), 0).to(tl.int64)
                 there = tiles > turn
-                place = slot + tl.cumsum(there.to(tl.int32)) - 1
-                after = before + tl.cumsum(tiles)
+                places, after = tl.associative_scan((there.to(tl.int64), tiles), 0, _add_both)
+                place, after = slot + places - 1, before + after
                 # Segments that overlap have more tiles than there is room for: those beyond it are left out whole, so that no tile waits for ever.
                 kept = tl.where(after <= bound, length, 0)
                 _put(slots, place, segment, segment * 0 + turn, start, kept, after - tiles, there & (place < bound))
-                slot += tl.sum(there.to(tl.int32))
-                before += tl.sum(tiles)
+                if at + BLOCK < segments:
+                    slot, before = slot + tl.sum(there.to(tl.int32)), before + tl.sum(tiles)
         turn += step
     _clear(slots, total + program * BLOCK, step * BLOCK, bound, BLOCK)
 
@@ -135,27 +156,36 @@ def _put_rows(cu_seqlens, slots, segments, tokens, bound, block, SHORTEST: tl.co
         _clear(slots, slot + tl.sum(there.to(tl.int32)), BLOCK, bound, BLOCK)
 
 
-@triton.jit(do_not_specialize=["segments", "tokens", "long_bound", "medium_bound", "short_bound", "turns"])
+@triton.jit(do_not_specialize=["segments", "tokens", "long_bound", "medium_bound", "short_bound", "turns", "words"])
 def _fill_slots(
     cu_seqlens,
     slots,
+    carries,
     segments,
     tokens,
     long_bound,
     medium_bound,
     short_bound,
     turns,
+    words,
     WIDTH: tl.constexpr,
     MEDIUM: tl.constexpr,
     SHORT: tl.constexpr,
     BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
-    """Programs below `turns` put down the long segments' tiles, the others a block of segments each: its medium and its short ones."""
+    """The first programs put down the tiles of long segments, the next a block's medium or its short ones each, the last clear carries."""
+    await_previous()
     program = tl.program_id(0)
+    rows = 2 * tl.cdiv(segments, BLOCK)
     if program < turns:
         _put_turns(cu_seqlens, slots, segments, tokens, long_bound, program, turns, WIDTH, MEDIUM, BLOCK)
+    elif program < turns + rows:
+        block, slots = (program - turns) // 2, slots + tl.cast(long_bound, tl.int64) * FIELDS
+        if (program - turns) % 2 == 0:
+            _put_rows(cu_seqlens, slots, segments, tokens, medium_bound, block, SHORT, MEDIUM, BLOCK)
+        else:
+            slots += tl.cast(medium_bound, tl.int64) * FIELDS
+            _put_rows(cu_seqlens, slots, segments, tokens, short_bound, block, 0, SHORT, BLOCK)
     else:
-        medium_slots = slots + tl.cast(long_bound, tl.int64) * FIELDS
-        short_slots = medium_slots + tl.cast(medium_bound, tl.int64) * FIELDS
-        _put_rows(cu_seqlens, medium_slots, segments, tokens, medium_bound, program - turns, SHORT, MEDIUM, BLOCK)
-        _put_rows(cu_seqlens, short_slots, segments, tokens, short_bound, program - turns, 0, SHORT, BLOCK)
+        clear_words(carries, program - turns - rows, words, WORDS)

@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import shaping
 from ..shaping import ShapingCall
 from .tiles import INTERPRETED
-from .triton_launch import Launcher
+from .triton_launch import Launcher, await_previous
 
 BLOCK = 16 if INTERPRETED else 1024
 WARPS = 4
@@ -102,6 +102,7 @@ def is_set(flag, token, there):
 @triton.jit(do_not_specialize=["segments", "parts"])
 def _merge(counts, kl_sums, faults, found, clamped, kl_sum, segments, parts, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """What `merged` returns."""
+    await_previous()
     sequence = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = sequence < segments
     fault = tl.load(faults + sequence, mask=there, other=0)

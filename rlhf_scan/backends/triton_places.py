@@ -16,7 +16,7 @@ from .. import score_formulas
 from ..call import is_per_segment
 from ..shaping import FAULTS, Located, Placed, ScoreCall, Sequences, ShapingCall
 from .formulas import compiled_formula
-from .triton_launch import Launcher, on_device_of
+from .triton_launch import Launcher, await_previous, on_device_of
 from .triton_locate import located, parts_located
 from .triton_parts import NO_FAULT, WARPS, at_a_time, bounds_of, flag, is_finite
 
@@ -197,6 +197,7 @@ def _place(
     WIDTH: tl.constexpr,
 ):
     """All of `Sequences`; `given`: scores, kl_coef, has_eos; `ends`: terminated, truncated, bootstrap."""
+    await_previous()
     sequence = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = sequence < segments
     room = room.to(tl.int64)

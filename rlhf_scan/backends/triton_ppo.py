@@ -25,7 +25,7 @@ from ..shaping import Dtypes, Sequences, Shaped, ShapingCall, Solved
 from . import triton_whiten
 from .formulas import compiled_formula
 from .tiles import INTERPRETED
-from .triton_launch import Launcher, absent, on_device_of
+from .triton_launch import Launcher, absent, await_previous, on_device_of
 from .triton_parts import NO_FAULT, is_finite
 from .triton_runs import store_runs
 from .triton_shaping import FAULTS, clamped, jit_estimator, shaped_reward, with_fault
@@ -121,6 +121,7 @@ def _merged(parts: Tensor, count: int, fault: Tensor) -> Tensor:
 @triton.jit(do_not_specialize=["total"])
 def _sound_statistics(parts, fault, blocks, total, LANES: tl.constexpr):
     """Of LANES parts, those of sound sequences, merged."""
+    await_previous()
     part = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     entry, there = parts + part * _PART, part < total
     sequence = tl.load(entry + 3, mask=there, other=0).to(tl.int64)

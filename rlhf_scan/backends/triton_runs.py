@@ -154,8 +154,8 @@ def _flags_of(words, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def ask_for(pointer, first, count, WIDTH: tl.constexpr):
-    """Have `count` tokens from `first` on brought into the L2 cache, for a program that will read them soon."""
-    if not INTERPRETED:
+    """Have `count` tokens from `first` on brought into the L2 cache, for a program that will read them soon; a GPU before Hopper does not."""
+    if not INTERPRETED and tl.target_info.cuda_capability_geq(9, 0):
         address = (pointer + first).to(tl.uint64)
         begin = address // 16 * 16
         size = (address + count * (pointer.dtype.element_ty.primitive_bitwidth // 8) + 15) // 16 * 16 - begin

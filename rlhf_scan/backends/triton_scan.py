@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .triton_core import solve
+from .triton_launch import await_previous
 from .triton_map import FIELDS
 from .triton_steps import NO_MASK
 from .triton_tile import RUN
@@ -116,6 +117,7 @@ def scan_rows(
     WIDTH: tl.constexpr,
 ):
     """Rows of `length` tokens: a tile of one, or ROWS of them."""
+    await_previous()
     given = inputs, outputs, rates, rate_numbers, flags, bootstrap, carries, staged
     program = tl.program_id(0).to(HOW.INDEX)
     if TILED:
@@ -144,6 +146,7 @@ def scan_pack(
     SHORT: tl.constexpr,
 ):
     """Packed segments: a tile of a long one, or as many tokens of medium or of short ones."""
+    await_previous()
     given = inputs, outputs, rates, rate_numbers, flags, bootstrap, carries, staged
     program = tl.program_id(0).to(HOW.INDEX)
     tiles = tl.cast(long, HOW.INDEX)

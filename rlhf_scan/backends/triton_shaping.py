@@ -15,7 +15,7 @@ from .. import reward_formulas, shaping
 from ..reward_formulas import KL_ESTIMATORS
 from ..shaping import Kept, Placed, Sequences, Shaped, ShapingCall
 from .formulas import compiled_formula
-from .triton_launch import Launcher, on_device_of
+from .triton_launch import Launcher, await_previous, on_device_of
 from .triton_parts import BLOCK, NO_FAULT, WARPS, flag, is_finite, is_set, merged, part_of, parts_of
 from .triton_places import place as place
 
@@ -158,6 +158,7 @@ def _shape(
     BLOCK: tl.constexpr,
 ):
     """Shaped rewards and KL, and of each part the first number that is not finite, how many a limit cut, the sum of KL."""
+    await_previous()
     sequence, start, first, finish = part_of(cu_seqlens, length, tokens, parts, BLOCK)
     score = tl.load(per_sequence[0] + sequence)
     kl_coef = tl.load(per_sequence[1] + sequence)
@@ -217,6 +218,7 @@ def _shape(
 @triton.jit(do_not_specialize=["tokens", "parts"])  # rows of a multiple of 16 are read and written in whole vectors
 def _kept(mask, slots, faults, cu_seqlens, results, length, tokens, parts, BLOCK: tl.constexpr):
     """1 at tokens that are steps, at trainable ones of sequences without a fault, and at steps of these; those of the three that there are."""
+    await_previous()
     sequence, _, first, end = part_of(cu_seqlens, length, tokens, parts, BLOCK)
     slot = tl.load(slots + sequence)
     sound = tl.load(faults + sequence) == NO_FAULT

@@ -83,14 +83,15 @@ class Scan:
             pointers, numbers = self._rates(given.rates, like)
             flags = aligned(given.flags) if self._flagged else absent(len(given.flags))
             (bootstrap,) = aligned((given.bootstrap,))
-            carries, word = None, torch.int64 if self._exact else torch.int32
-            if self._carried:
-                carries = torch.full((self._carried,), triton_carry.UNSET.value, dtype=word, device=like.device)
-            elif self._packed:  # too few tokens for a tile, for which the kernel has code all the same
-                carries = torch.empty(1, dtype=word, device=like.device)
-            arguments = aligned(given.inputs), outputs, pointers, numbers, flags, bootstrap, carries, staged
+            carries: Tensor | None = None
+            slots: tuple[Tensor, ...] = ()
+            if self._carried or self._packed:
+                carries = torch.empty(self._carried, dtype=torch.int64 if self._exact else torch.int32, device=like.device)
             if self._packed:
-                arguments += (triton_map.slots_of(given.cu_seqlens, self._tokens),)
+                slots = (triton_map.slots_of(given.cu_seqlens, self._tokens, carries),)
+            elif self._carried:
+                triton_carry.clear(carries)
+            arguments = aligned(given.inputs), outputs, pointers, numbers, flags, bootstrap, carries, staged, *slots
             launcher = self._launchers.get(stops) or self._launcher(stops)
             launcher(self._programs, *arguments, *self._places)
         return outputs

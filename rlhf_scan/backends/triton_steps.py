@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_runs import load_flags
+from .triton_runs import load_anywhere, load_flags, load_runs
 from .triton_tile import nearest
 
 NO_MASK = tl.constexpr(-1)
@@ -191,15 +191,30 @@ def boundaries(
 
 @triton.jit
 def end_value(
-    bootstrap, segment, origin, place, head, tail, ended, terminated, BOOTSTRAP: tl.constexpr, REVERSE: tl.constexpr, DTYPE: tl.constexpr
+    bootstrap,
+    segment,
+    origin,
+    found,
+    head,
+    tail,
+    HOW: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILED: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """The value that follows the end at `place`; 0 where `ended` is False or it terminates."""
+    """The value that follows the end which `boundaries` found; 0 where it found none or nothing follows."""
+    place, ended, terminated = found
     read = ended & (terminated == 0)
-    nothing = tl.where(read, tl.cast(0, DTYPE), tl.cast(0, DTYPE))
-    if BOOTSTRAP == 0:
+    nothing = tl.where(read, tl.cast(0, HOW.DTYPE), tl.cast(0, HOW.DTYPE))
+    if HOW.BOOTSTRAP == 0:
         return nothing
-    elif BOOTSTRAP == 1:
-        edge = place == tail - 1 if REVERSE else place == -head
-        return tl.where(read & edge, tl.load(bootstrap + segment).to(DTYPE), nothing)
+    elif HOW.BOOTSTRAP == 1:
+        edge = place == tail - 1 if HOW.REVERSE else place == -head
+        return tl.where(read & edge, tl.load(bootstrap + segment).to(HOW.DTYPE), nothing)
+    elif ALIGNED and not TILED and HOW.MASKED != SKIP:
+        # All of them at once: a batch of short rows waits for its reads, and to know first which are needed takes one wait more.
+        value, _ = load_runs(bootstrap, origin, tail, False, ALIGNED, HOW.REVERSE, ROWS, WIDTH)
+        return tl.where(read, value.to(HOW.DTYPE), nothing)
     else:
-        return tl.load(bootstrap + origin + place, mask=read, other=0).to(DTYPE)
+        return load_anywhere(bootstrap, origin + place, read, ROWS, WIDTH).to(HOW.DTYPE)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .tiles import INTERPRETED
-from .triton_launch import Launcher, on_device_of
+from .triton_launch import Launcher, await_previous, on_device_of
 
 if TYPE_CHECKING:
     from ..whitening import Whitening
@@ -115,6 +115,7 @@ def _place(tokens, TILE: tl.constexpr):
 
 @triton.jit
 def _tile_statistics(x, mask, parts, tokens, TILE: tl.constexpr):
+    await_previous()
     token, used = _place(tokens, TILE)
     numbers = tl.load(x + token, mask=used, other=0)
     if mask is not None:
@@ -141,6 +142,7 @@ def merged_lanes(count, mean, m2):
 @triton.jit(do_not_specialize=["total"])
 def _merge(parts, merged, total, LANES: tl.constexpr):
     """Each lane merges every LANES-th part in order (Chan et al. 1979), then the lanes are merged at once."""
+    await_previous()
     count = tl.zeros([LANES], tl.float64)
     mean = tl.zeros([LANES], tl.float64)
     m2 = tl.zeros([LANES], tl.float64)
@@ -174,6 +176,7 @@ def _whiten(
     EPS_AT: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    await_previous()
     token, there = _place(tokens, TILE)
     shift, factor, offset = shift_factor_offset(statistics, EPS, SHIFT_MEAN, SCALE, UNBIASED, EPS_AT)
     numbers = tl.load(x + token, mask=there, other=0).to(tl.float64)
