@@ -21,7 +21,8 @@ FIELDS = tl.constexpr(
     8
 )  # of a slot: segment, turn of the tile in scan order, the segment's first token, its length, the segment's first slot
 _BLOCKS = (64, 64) if INTERPRETED else (256, 4096)  # segments that a program looks at together, at least and at most
-_TURNS = 8 if INTERPRETED else 256  # so many turns are put down side by side
+_SIDE_BY_SIDE = 512 if INTERPRETED else 2**18  # segments times turns: one program for each turn
+_PER_WARP = 128  # segments
 
 # A captured graph neither reads nor fills this: its boundaries may change between replays, and its memory is its own.
 _KEPT = WeakTensorKeyDictionary()
@@ -56,26 +57,29 @@ def _make(cu_seqlens: Tensor, tokens: int, carries: Tensor) -> Tensor:
     bounds = bounds_of(tokens, segments)
     slots = torch.empty(sum(bounds), FIELDS.value, dtype=torch.int32 if tokens < 2**31 - WIDTH else torch.int64, device=device)
     block = min(max(triton.next_power_of_2(segments), _BLOCKS[0]), _BLOCKS[1])
-    turns = min(bounds[0], tokens // WIDTH + 1, _TURNS)
+    turns = min(bounds[0], tokens // WIDTH + 1, _SIDE_BY_SIDE // block)
     words = carries.numel()
     programs = turns + 2 * triton.cdiv(segments, block) + triton.cdiv(words, WORDS)
-    _launcher(block)(programs, cu_seqlens, slots, carries, segments, tokens, *bounds, turns, words)
+    # Segments that overlap have at most so many tiles.
+    wide = slots.dtype == torch.int64 or segments * (tokens // WIDTH + 1) >= 2**31
+    _launcher(block, wide)(programs, cu_seqlens, slots, carries, segments, tokens, *bounds, turns, words)
     return slots
 
 
-@lru_cache(maxsize=16)
-def _launcher(block: int) -> Launcher:
-    constants = {"WIDTH": WIDTH, "MEDIUM": MEDIUM, "SHORT": SHORT, "BLOCK": block, "WORDS": WORDS}
-    return Launcher(_fill_slots, constants, num_warps=min(8, max(1, block // 128)))
+@lru_cache(maxsize=32)
+def _launcher(block: int, wide: bool) -> Launcher:
+    integer = tl.int64 if wide else tl.int32
+    constants = {"WIDTH": WIDTH, "MEDIUM": MEDIUM, "SHORT": SHORT, "BLOCK": block, "WORDS": WORDS, "INTEGER": integer}
+    return Launcher(_fill_slots, constants, num_warps=max(1, block // _PER_WARP))
 
 
 @triton.jit
-def _segments_from(first, cu_seqlens, segments, tokens, BLOCK: tl.constexpr):
+def _segments_from(first, cu_seqlens, segments, tokens, BLOCK: tl.constexpr, INTEGER: tl.constexpr):
     """(number, first token, length) of BLOCK segments; within the tokens, whatever the boundaries say."""
     segment = first + tl.arange(0, BLOCK)
     there = segment < segments
-    start = tl.maximum(tl.load(cu_seqlens + segment, mask=there, other=0), 0)
-    stop = tl.minimum(tl.load(cu_seqlens + segment + 1, mask=there, other=0), tokens)
+    start = tl.minimum(tl.maximum(tl.load(cu_seqlens + segment, mask=there, other=0), 0), tokens).to(INTEGER)
+    stop = tl.minimum(tl.maximum(tl.load(cu_seqlens + segment + 1, mask=there, other=0), 0), tokens).to(INTEGER)
     return segment, start, tl.maximum(stop - start, 0)
 
 
@@ -111,49 +115,70 @@ def _add_both(left, other_left, right, other_right):
 
 
 @triton.jit
-def _put_turns(cu_seqlens, slots, segments, tokens, bound, turn, step, WIDTH: tl.constexpr, MEDIUM: tl.constexpr, BLOCK: tl.constexpr):
+def _put_turns(
+    cu_seqlens,
+    slots,
+    segments,
+    tokens,
+    bound,
+    turn,
+    step,
+    WIDTH: tl.constexpr,
+    MEDIUM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTEGER: tl.constexpr,
+):
     """The tiles of this turn of all long segments, and those of every `step`-th further one; turn 0 of a segment is where its scan begins."""
     program = turn
-    most = tl.cast(turn + 1, tl.int64)
-    total = tl.zeros([], tl.int64)
+    most, total = tl.cast(turn + 1, INTEGER), tl.zeros([], INTEGER)
     while turn < most:
-        most, total = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
-        slot = tl.zeros([], tl.int64)
+        most, total = tl.zeros([], INTEGER), tl.zeros([], INTEGER)
+        slot, before = tl.zeros([], INTEGER), tl.zeros([], INTEGER)
         for at in tl.range(0, segments, BLOCK):
-            _, _, length = _segments_from(at, cu_seqlens, segments, tokens, BLOCK)
-            tiles = tl.where(length > MEDIUM, tl.cdiv(length, WIDTH), 0).to(tl.int64)
+            _, _, length = _segments_from(at, cu_seqlens, segments, tokens, BLOCK, INTEGER)
+            tiles = tl.where(length > MEDIUM, tl.cdiv(length, WIDTH), 0)
             before_turn, here, longest = tl.reduce((tl.minimum(tiles, turn), tiles, tiles), 0, _add_and_compare)
             slot, total, most = slot + before_turn, total + here, tl.maximum(most, longest)
-        before = tl.zeros([], tl.int64)
         if turn < most:
             for at in tl.range(0, segments, BLOCK):
-                segment, start, length = _segments_from(at, cu_seqlens, segments, tokens, BLOCK)
-                tiles = tl.where(length > MEDIUM, tl.cdiv(length, WIDTH), 0).to(tl.int64)
+                segment, start, length = _segments_from(at, cu_seqlens, segments, tokens, BLOCK, INTEGER)
+                tiles = tl.where(length > MEDIUM, tl.cdiv(length, WIDTH), 0)
                 there = tiles > turn
-                places, after = tl.associative_scan((there.to(tl.int64), tiles), 0, _add_both)
+                places, after = tl.associative_scan((there.to(INTEGER), tiles), 0, _add_both)
                 place, after = slot + places - 1, before + after
                 # Segments that overlap have more tiles than there is room for: those beyond it are left out whole, so that no tile waits for ever.
                 kept = tl.where(after <= bound, length, 0)
                 _put(slots, place, segment, segment * 0 + turn, start, kept, after - tiles, there & (place < bound))
                 if at + BLOCK < segments:
-                    slot, before = slot + tl.sum(there.to(tl.int32)), before + tl.sum(tiles)
+                    slot, before = slot + tl.sum(there.to(INTEGER)), before + tl.sum(tiles)
         turn += step
     _clear(slots, total + program * BLOCK, step * BLOCK, bound, BLOCK)
 
 
 @triton.jit
-def _put_rows(cu_seqlens, slots, segments, tokens, bound, block, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, BLOCK: tl.constexpr):
+def _put_rows(
+    cu_seqlens,
+    slots,
+    segments,
+    tokens,
+    bound,
+    block,
+    SHORTEST: tl.constexpr,
+    LONGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTEGER: tl.constexpr,
+):
     """This block's segments of more than SHORTEST and at most LONGEST tokens."""
-    slot = tl.zeros([], tl.int64)
+    slot = tl.zeros([], INTEGER)
     for at in tl.range(0, block * BLOCK, BLOCK):
-        _, _, length = _segments_from(at, cu_seqlens, segments, tokens, BLOCK)
-        slot += tl.sum(((length > SHORTEST) & (length <= LONGEST)).to(tl.int32))
-    segment, start, length = _segments_from(block * BLOCK, cu_seqlens, segments, tokens, BLOCK)
+        _, _, length = _segments_from(at, cu_seqlens, segments, tokens, BLOCK, INTEGER)
+        slot += tl.sum(((length > SHORTEST) & (length <= LONGEST)).to(INTEGER))
+    segment, start, length = _segments_from(block * BLOCK, cu_seqlens, segments, tokens, BLOCK, INTEGER)
     there = (length > SHORTEST) & (length <= LONGEST)
-    place = slot + tl.cumsum(there.to(tl.int32)) - 1
+    place = slot + tl.cumsum(there.to(INTEGER)) - 1
     _put(slots, place, segment, segment * 0, start, length, start * 0, there & (place < bound))
     if (block + 1) * BLOCK >= segments:
-        _clear(slots, slot + tl.sum(there.to(tl.int32)), BLOCK, bound, BLOCK)
+        _clear(slots, slot + tl.sum(there.to(INTEGER)), BLOCK, bound, BLOCK)
 
 
 @triton.jit(do_not_specialize=["segments", "tokens", "long_bound", "medium_bound", "short_bound", "turns", "words"])
@@ -173,19 +198,20 @@ def _fill_slots(
     SHORT: tl.constexpr,
     BLOCK: tl.constexpr,
     WORDS: tl.constexpr,
+    INTEGER: tl.constexpr,  # of tokens and of tiles
 ):
     """The first programs put down the tiles of long segments, the next a block's medium or its short ones each, the last clear carries."""
     await_previous()
     program = tl.program_id(0)
     rows = 2 * tl.cdiv(segments, BLOCK)
     if program < turns:
-        _put_turns(cu_seqlens, slots, segments, tokens, long_bound, program, turns, WIDTH, MEDIUM, BLOCK)
+        _put_turns(cu_seqlens, slots, segments, tokens, long_bound, program, turns, WIDTH, MEDIUM, BLOCK, INTEGER)
     elif program < turns + rows:
         block, slots = (program - turns) // 2, slots + tl.cast(long_bound, tl.int64) * FIELDS
         if (program - turns) % 2 == 0:
-            _put_rows(cu_seqlens, slots, segments, tokens, medium_bound, block, SHORT, MEDIUM, BLOCK)
+            _put_rows(cu_seqlens, slots, segments, tokens, medium_bound, block, SHORT, MEDIUM, BLOCK, INTEGER)
         else:
             slots += tl.cast(medium_bound, tl.int64) * FIELDS
-            _put_rows(cu_seqlens, slots, segments, tokens, short_bound, block, 0, SHORT, BLOCK)
+            _put_rows(cu_seqlens, slots, segments, tokens, short_bound, block, 0, SHORT, BLOCK, INTEGER)
     else:
         clear_words(carries, program - turns - rows, words, WORDS)
