@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from ..call import MASK_MODES, Call, Rate, Tensors, is_per_segment
 from .cpu_actions import sum_of_products
 from .cpu_sweep import compiled_sweep
-from .cpu_threads import TOKENS_PER_THREAD, thread_pool
+from .cpu_threads import TOKENS_PER_THREAD, spread
 
 Array = npt.NDArray[Any]
 
@@ -21,6 +22,10 @@ Array = npt.NDArray[Any]
 PIECE = 1 << 18
 # More pieces than this are cut anew for each call rather than kept for the next one like it.
 _KEPT = 1 << 12
+# Several shares a thread, so that one with a slow core does not keep the others waiting.
+_SHARES_PER_THREAD = 6
+# Outputs of so many bytes may be mapped anew for each call. The most that glibc learns to keep is just below 32 MiB.
+_MAPPED_BYTES, _LEARNT_BYTES = 1 << 20, (1 << 25) - (1 << 13)
 
 
 def why_not(device: torch.device) -> str | None:
@@ -78,6 +83,8 @@ class _Sweeps:
         self.masked, self.starts = MASK_MODES.index(call.masked), call.starts
         self.rows: Array = np.arange(call.segments + 1, dtype=np.int64) * (call.length or 0)
         self.kept: _Pieces | None = None
+        if self.outputs * call.tokens * call.compute_dtype.itemsize >= _MAPPED_BYTES:
+            _keep_freed_memory()
 
     def __call__(self, given: Tensors) -> list[Tensor]:
         bounds = self.rows if given.cu_seqlens is None else given.cu_seqlens.numpy()
@@ -113,6 +120,15 @@ class _Sweeps:
             self.starts,
             np.zeros(1, dtype=self.number) if given.bootstrap is None else _numbers(given.bootstrap, self.number),
         )
+
+
+@lru_cache(maxsize=1)
+def _keep_freed_memory() -> None:
+    """Have glibc take outputs from its heap, where the pages of earlier ones are at hand: fresh pages take longer than all the arithmetic.
+
+    It learns from what is freed how large an array may be before it is mapped, and how much may lie free before it goes back to the system.
+    """
+    torch.empty(_LEARNT_BYTES, dtype=torch.uint8, device="cpu")
 
 
 class _Pieces:
@@ -188,8 +204,8 @@ def _shares(chosen: Array, pieces: Array, threads: int) -> list[Array]:
     threads = min(threads, int(ends[-1]) // TOKENS_PER_THREAD, len(rows))
     if threads <= 1:
         return [rows]
-    # Several shares a thread, so that one with a slow core does not keep the others waiting.
-    cuts = np.searchsorted(ends, ends[-1] * np.arange(1, 4 * threads) / (4 * threads))
+    shares = _SHARES_PER_THREAD * threads
+    cuts = np.searchsorted(ends, ends[-1] * np.arange(1, shares) / shares)
     return [share for share in np.split(rows, np.unique(cuts)) if len(share)]
 
 
@@ -198,4 +214,4 @@ def _spread(sweep: Callable[[Array], None], shares: list[Array]) -> None:
     if len(shares) == 1:
         sweep(shares[0])
     else:
-        list(thread_pool(torch.get_num_threads()).map(sweep, shares))
+        spread(sweep, shares, torch.get_num_threads())

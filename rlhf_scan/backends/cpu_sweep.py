@@ -32,10 +32,10 @@ def compiled_sweep(
     Kinds tell how a number is indexed: by nothing (0), segment (1) or token (2).
     """
     read = reader(tuple(range(len(entry.inputs))))
-    coefficients, results = (compiled_formula(formula, _OWN, compiled) for formula in (entry.coefficients, entry.results))
+    coefficients, results = (compiled_formula(formula, _OWN, compiled, number) for formula in (entry.coefficients, entry.results))
     read_following = _following(entry, following, number)
     read_rates = [rate_reader(sum(rates[:channel]), count, rates_following, number) for channel, count in enumerate(rates)]
-    build = _coefficients(coefficients, read_rates)
+    build = _coefficients(coefficients, read_rates, number)
     steps = [_step(build, read_following, entry.end in ("carry", "initial"), number, aggregate, select) for select in (True, False)]
     outputs = _outputs(results, writer(len(entry.outputs)), read_rates[0])
     sweep: Callable[..., None] = _sweep(steps, read, outputs, blanker(len(entry.outputs)), entry.reverse, number, aggregate)
@@ -76,9 +76,16 @@ def _following(entry: Estimator, following: tuple[int, ...], number: type) -> An
     return with_continuation
 
 
-def _coefficients(coefficients: Any, read_rates: list[Any]) -> Any:
+def _coefficients(formula: Any, read_rates: list[Any], number: type) -> Any:
     """(here, following, rates, kinds, segment, t, preceding) -> (a, b) of both channels; a channel that is not run is the first again."""
     read_first, read_second = read_rates[0], read_rates[-1]
+
+    @compiled
+    def coefficients(here, following, rates):
+        # A literal in a formula is a float64, and so is all that it meets. The recurrence must not wait for conversions.
+        a, b = formula(here, following, rates)
+        return number(a), number(b)
+
     if len(read_rates) == 1:
 
         @compiled
@@ -174,8 +181,8 @@ def _step(coefficients: Any, read_following: Any, end_is_carry: bool, number: ty
     @compiled
     def passed(a, b, x):
         if select and b == zero:
-            return number(a)
-        return number(a + b * x)
+            return a
+        return a + b * x
 
     @compiled
     def step(t, here, end, on_preceding, state, inputs, rates, rate_kinds, segment):
@@ -190,7 +197,7 @@ def _step(coefficients: Any, read_following: Any, end_is_carry: bool, number: ty
         # Where nothing follows (0), nothing is carried, whatever b is.
         if end_is_carry and value != zero:
             return (passed(a, b, value), passed(c, d, value), zero, zero), following, (zero, zero), preceding
-        return (number(a), number(c), zero, zero), following, (zero, zero), preceding
+        return (a, c, zero, zero), following, (zero, zero), preceding
 
     return step
 
