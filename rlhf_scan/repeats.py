@@ -21,6 +21,7 @@ Key = tuple[Any, ...]
 # The oldest is forgotten beyond this. One is small, and calls of ever new shapes would gain nothing from more.
 _KEPT = 512
 _known: dict[Key, Repeat] = {}
+_solvers: dict[Key, Solver] = {}  # for the keys whose calls are checked every time
 _writing = Lock()
 
 
@@ -80,20 +81,30 @@ def run(key: Key, given: Sequence[Any], segments: Segments | None) -> Sequence[T
     return None if repeat is None else repeat(given, segments)
 
 
+def solver(key: Key) -> Solver | None:
+    """What a backend made for calls of that key, if it is remembered."""
+    return _solvers.get(key)
+
+
 def remember(key: Key, call: Call, names: Sequence[str], given: Sequence[Any], solve: Solver) -> None:
-    """From now on `solve` runs the calls of that key, if their arguments alone make up its tensors.
+    """From now on `solve` runs the calls of that key; unchecked, if their arguments alone make up its tensors.
 
     `names` are those of the arguments `given`, among them mask, terminated, truncated and bootstrap.
     """
     place = {name: i for i, name in enumerate(names)}
-    if any(place.get(name) is None or given[place[name]] is None for name in call.estimator.inputs):
-        return  # some input is made from others
-    if any(isinstance(value, Tensor) and value.dim() == 0 for value in given):
-        return
+    made = any(place.get(name) is None or given[place[name]] is None for name in call.estimator.inputs)  # some input, from others
+    checked = made or any(isinstance(value, Tensor) and value.dim() == 0 for value in given)
     with _writing:
-        _known[key] = Repeat(call, place, given, solve)
-        if len(_known) > _KEPT:
-            del _known[next(iter(_known))]
+        if checked:
+            _put(_solvers, key, solve)
+        else:
+            _put(_known, key, Repeat(call, place, given, solve))
+
+
+def _put(kept: dict[Key, Any], key: Key, value: Any) -> None:
+    kept[key] = value
+    if len(kept) > _KEPT:
+        del kept[next(iter(kept))]
 
 
 class Repeat:

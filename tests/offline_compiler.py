@@ -66,7 +66,7 @@ def scans(ttgir: str) -> list[dict[str, Any]]:
 
 def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Name and call of each kind of kernel."""
-    for length in (8, 100, 500, 5000):
+    for length in (8, 100, 500, 3000, 4096, 5000):
         row = torch.zeros(37, length)
         yield f"rows of {length}", lambda row=row: rlhf_scan.gae(row, row, backend="triton")
     x = torch.zeros(3 * 5000)

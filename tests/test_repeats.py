@@ -26,11 +26,16 @@ FAST = ("cpu", "triton")  # the backends that prepare
 Arguments = dict[str, Any]
 
 
+def forget() -> None:
+    repeats._known.clear()
+    repeats._solvers.clear()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_known() -> Iterator[None]:
-    repeats._known.clear()
+    forget()
     yield
-    repeats._known.clear()
+    forget()
 
 
 def arguments(entry: Estimator, backend: str, seed: int = 0, segments: Segments | None = None) -> Arguments:
@@ -54,7 +59,7 @@ def arguments(entry: Estimator, backend: str, seed: int = 0, segments: Segments 
 
 def fresh(call: Arguments) -> tuple[Tensor, ...]:
     """Its outputs where nothing came before it."""
-    repeats._known.clear()
+    forget()
     return estimate(**call)
 
 
@@ -76,6 +81,7 @@ def test_a_repeat_has_its_own_results(name: str, backend: str, lengths: list[int
     assert len(repeats._known) == (not entry.per_action)
     assert_same(estimate(**second), expected)
     assert len(repeats._known) == (not entry.per_action), "it was a repeat, or one that no other is like"
+    assert len(repeats._solvers) == bool(entry.per_action), "what its backend made was there"
 
 
 def with_tensor(name: str, change: Callable[[Tensor], Any]) -> Callable[[Arguments], Arguments]:
@@ -139,7 +145,7 @@ def test_a_call_that_differs_is_no_repeat(change: str, backend: str) -> None:
     first = arguments(estimator("gae"), backend)
     second = CHANGES[change](first)
     expected_first, expected = fresh(first), fresh(second)
-    repeats._known.clear()
+    forget()
     for call, outputs in ((first, expected_first), (second, expected), (second, expected), (first, expected_first), (second, expected)):
         assert_same(estimate(**call), outputs)
 

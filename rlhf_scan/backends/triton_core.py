@@ -80,13 +80,34 @@ def _ask_ahead(inputs, ahead, there, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _from_the_first(a, HOW: tl.constexpr, RUNS: tl.constexpr):
+    """The x that enters each of two rows: nothing the first in scan order, and the other what leaves the first, whose last run does `a` to 0."""
+    first = tl.arange(0, 2)[:, None] == (1 if HOW.REVERSE else 0)
+    last = tl.arange(0, RUNS)[None, :] == RUNS - 1
+    leaves = tl.sum(tl.where(first & last, a.to(HOW.WORD, bitcast=True), 0))  # a sum of bits: nothing is rounded
+    return tl.where(first, tl.cast(0, HOW.DTYPE), leaves.to(HOW.DTYPE, bitcast=True))
+
+
+@triton.jit
 def _solved(
-    a, b, early, carries, chain, channel: tl.constexpr, HOW: tl.constexpr, TILED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    a,
+    b,
+    early,
+    carries,
+    chain,
+    channel: tl.constexpr,
+    HOW: tl.constexpr,
+    TILED: tl.constexpr,
+    PAIRED: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """(x, x that precedes) of each token of a tile whose steps are (a, b)."""
     first, second, third, run_a, run_b, before_a, before_b = up_runs(a, b, HOW.REVERSE, HOW.STOPS, ROWS, WIDTH)
     entering = tl.cast(0, HOW.DTYPE)
-    if TILED:
+    if PAIRED:
+        entering = _from_the_first(run_a, HOW, WIDTH // RUN)
+    elif TILED:
         entering = entering_carry(
             run_a, run_b, early[channel], carries, chain, channel, HOW.CHANNELS, HOW.REVERSE, HOW.GROUP, WIDTH // RUN, HOW.DTYPE, HOW.WORD
         )
@@ -96,9 +117,20 @@ def _solved(
 
 @triton.jit
 def solve(
-    given, place, chain, ahead, HOW: tl.constexpr, ALIGNED: tl.constexpr, TILED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    given,
+    place,
+    chain,
+    ahead,
+    HOW: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILED: tl.constexpr,
+    PAIRED: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """Everything, for the tile (TILED) or the ROWS whole segments of one program. ALIGNED: they start at multiples of RUN.
+    """Everything, for the tile (TILED), the two tiles of one segment (PAIRED) or the ROWS whole segments of a program, rows of a tensor.
+
+    ALIGNED: they start at multiples of RUN.
 
     `given` are inputs, outputs, rates, numbers in place of them, flags, bootstrap, carries, and what the stages take; `place` is (segment,
     first token, tokens of the segment before it, and from it on, number of the row among those of all programs); `chain` (slot of the tile's
@@ -139,7 +171,7 @@ def solve(
             a, b = tl.where(steps, a, tl.cast(0, HOW.DTYPE)), tl.where(steps, b, tl.cast(1, HOW.DTYPE))
         elif HOW.REVERSE and not HOW.STOPS:
             a = tl.where(at < tail, a, tl.cast(0, HOW.DTYPE))
-        x, preceding_x = _solved(a, b, early, carries, chain, channel, HOW, TILED, ROWS, WIDTH)
+        x, preceding_x = _solved(a, b, early, carries, chain, channel, HOW, TILED, PAIRED, ROWS, WIDTH)
         preceding_x = tl.where(next[1], preceding_x, tl.cast(0, HOW.DTYPE))
         solved, before = solved + (x,), before + (preceding_x,)
     if HOW.CHANNELS == 1:

@@ -77,9 +77,9 @@ def _solve_tile(given, program, slots, segments, length, bound, HOW: tl.constexp
         if inside:
             # The segment's end lies beyond the tile: a constant tail tells the compiler, which then leaves out what looks for it.
             place = segment, origin // RUN * RUN, head, tail * 0 + (WIDTH + RUN), program
-            solve(given, place, chain, ahead, HOW, True, True, 1, WIDTH)
+            solve(given, place, chain, ahead, HOW, True, True, False, 1, WIDTH)
         else:
-            solve(given, (segment, origin, head, tail, program), chain, ahead, HOW, ALIGNED, True, 1, WIDTH)
+            solve(given, (segment, origin, head, tail, program), chain, ahead, HOW, ALIGNED, True, False, 1, WIDTH)
 
 
 @triton.jit
@@ -93,7 +93,18 @@ def _solve_rows(
     if there:
         if ALIGNED:
             start, length = start // RUN * RUN, length // RUN * RUN
-        solve(given, (segment, start, length * 0, length, rows), (), None, HOW, ALIGNED, False, ROWS, WIDTH)
+        solve(given, (segment, start, length * 0, length, rows), (), None, HOW, ALIGNED, False, False, ROWS, WIDTH)
+
+
+@triton.jit
+def _solve_pair(given, segment, length, HOW: tl.constexpr, ALIGNED: tl.constexpr, WIDTH: tl.constexpr):
+    """A segment of two tiles: side by side neither waits for the other."""
+    tile = tl.arange(0, 2)[:, None].to(HOW.INDEX)
+    start = segment * length
+    if ALIGNED:
+        start, length = start // RUN * RUN, length // RUN * RUN
+    place = tile * 0 + segment, start + tile * WIDTH, tile * WIDTH, length - tile * WIDTH, segment * 2 + tile
+    solve(given, place, (), None, HOW, ALIGNED, False, True, 2, WIDTH)
 
 
 # Nothing is specialised by its value, so that the number of compiled kernels does not depend on how many different shapes there are.
@@ -113,14 +124,17 @@ def scan_rows(
     HOW: tl.constexpr,
     ALIGNED: tl.constexpr,
     TILED: tl.constexpr,
+    PAIRED: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Rows of `length` tokens: a tile of one, or ROWS of them."""
+    """Rows of `length` tokens: a tile of one, both tiles of one, or ROWS of them."""
     await_previous()
     given = inputs, outputs, rates, rate_numbers, flags, bootstrap, carries, staged
     program = tl.program_id(0).to(HOW.INDEX)
-    if TILED:
+    if PAIRED:
+        _solve_pair(given, program, tl.cast(length, HOW.INDEX), HOW, ALIGNED, WIDTH)
+    elif TILED:
         _solve_tile(given, program, None, segments, length, tl.cast(bound, HOW.INDEX), HOW, ALIGNED, WIDTH)
     else:
         _solve_rows(given, program * ROWS, program * ROWS, None, segments, length, bound, HOW, ALIGNED, ROWS, WIDTH)

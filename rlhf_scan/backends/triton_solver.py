@@ -29,6 +29,7 @@ _FADING = 1e-15
 # the kernel needs no more. On an H200 a pack of 1024 x 16384 tokens took 92 us with 64 (101 with 72, 96 with 56; later 74, and 79 with 48), a mixed
 # one with mask and flags 193 us (211, 210), and the returns of a pack, which read one tensor, 49 us (45 with 48).
 _REGISTERS, _FEW_REGISTERS, _WIDE_REGISTERS = 64, 48, 128  # in general; for one input without flags; for arithmetic in float64
+_WARP_REGISTERS = 96  # at least, for a program of one warp, of which a multiprocessor holds 32 at most
 
 
 class Scan:
@@ -63,11 +64,15 @@ class Scan:
             self._programs, tiled = bounds[0] + sum(programs), bounds[0]
         else:
             width, shared_rows = _rows(self._length)
-            tiled = call.segments * triton.cdiv(self._length, width) if self._length > tiles.WIDTH else 0
+            # Two tiles of a segment share a program; masked tokens that are passed over may reach from one to the other.
+            passed_over = call.mask is not None and call.masked == "skip"
+            self._paired = tiles.WIDTH < self._length <= 2 * tiles.WIDTH and not passed_over
+            self._tiled = self._length > tiles.WIDTH and not self._paired
+            tiled = call.segments * triton.cdiv(self._length, width) if self._tiled else 0
             bound = tiled or call.segments
             self._places = call.segments, self._length, bound
             self._programs = -(-bound // shared_rows)
-            self.rows = self._programs * shared_rows
+            self.rows = self._programs * (2 if self._paired else shared_rows)
         self._carried = tiled * len(call.rates) * triton_carry.CARRY_WORDS.value
 
     def __call__(
@@ -102,11 +107,15 @@ class Scan:
         warps = 8
         if not self._packed:
             width, rows = _rows(self._length)
-            kernel, constants = triton_scan.scan_rows, {"WIDTH": width, "ROWS": rows, "TILED": self._length > tiles.WIDTH}
+            kernel, constants = triton_scan.scan_rows, {"WIDTH": width, "ROWS": rows, "TILED": self._tiled, "PAIRED": self._paired}
             constants["ALIGNED"] = self._length % triton_tile.RUN.value == 0
-            warps = max(1, min(8, rows * width // 256))
+            warps = 16 if self._paired else max(1, min(8, rows * width // 256))
         constants["HOW"] = self._how._replace(STOPS=_constant(stops))
-        options = {"num_warps": warps, "enable_fp_fusion": False, "maxnreg": self._registers}
+        options = {
+            "num_warps": warps,
+            "enable_fp_fusion": False,
+            "maxnreg": max(self._registers, _WARP_REGISTERS) if warps == 1 else self._registers,
+        }
         self._launchers[stops] = Launcher(kernel, constants, alike=True, **options)
         return self._launchers[stops]
 
