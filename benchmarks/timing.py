@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 Run = Callable[[], Any]
-SAMPLE_MICROSECONDS = 300.0  # a sample lasts at least so long, or it would measure the clock
+SAMPLE_MICROSECONDS = 1500.0  # a sample lasts at least so long, or the start of a graph would count
 MOST_CALLS = 96
 WARM_SECONDS = 0.1
 SLEEP_CYCLES_PER_MICROSECOND = 2000.0  # no GPU's clock is faster: the delay is never shorter than meant

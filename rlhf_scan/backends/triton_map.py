@@ -22,7 +22,7 @@ FIELDS = tl.constexpr(
 )  # of a slot: segment, turn of the tile in scan order, the segment's first token, its length, the segment's first slot
 _BLOCKS = (64, 64) if INTERPRETED else (256, 4096)  # segments that a program looks at together, at least and at most
 _SIDE_BY_SIDE = 512 if INTERPRETED else 2**18  # segments times turns: one program for each turn
-_PER_WARP = 128  # segments
+_PER_WARP = 64  # segments
 
 # A captured graph neither reads nor fills this: its boundaries may change between replays, and its memory is its own.
 _KEPT = WeakTensorKeyDictionary()
@@ -70,7 +70,7 @@ def _make(cu_seqlens: Tensor, tokens: int, carries: Tensor) -> Tensor:
 def _launcher(block: int, wide: bool) -> Launcher:
     integer = tl.int64 if wide else tl.int32
     constants = {"WIDTH": WIDTH, "MEDIUM": MEDIUM, "SHORT": SHORT, "BLOCK": block, "WORDS": WORDS, "INTEGER": integer}
-    return Launcher(_fill_slots, constants, num_warps=max(1, block // _PER_WARP))
+    return Launcher(_fill_slots, constants, num_warps=min(32, block // _PER_WARP))
 
 
 @triton.jit
