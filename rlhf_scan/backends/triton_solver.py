@@ -29,7 +29,8 @@ _FADING = 1e-15
 # the kernel needs no more. On an H200 a pack of 1024 x 16384 tokens took 92 us with 64 (101 with 72, 96 with 56; later 74, and 79 with 48), a mixed
 # one with mask and flags 193 us (211, 210), and the returns of a pack, which read one tensor, 49 us (45 with 48).
 _REGISTERS, _FEW_REGISTERS, _WIDE_REGISTERS = 64, 48, 128  # in general; for one input without flags; for arithmetic in float64
-_WARP_REGISTERS = 96  # at least, for a program of one warp, of which a multiprocessor holds 32 at most
+_WARP_REGISTERS = 96  # for a program of one warp, of which a multiprocessor holds 32 at most
+_PAIR_REGISTERS = 40  # for two tiles in a program that read one input: three fit on a multiprocessor
 
 
 class Scan:
@@ -53,8 +54,7 @@ class Scan:
         self._how = _how(call, [1 if self._exact and not isinstance(rate, Tensor) else _kind(rate) for rate in rates], before, after)
         self._flagged = any(flag is not None for flag in call.tensors.flags)
         self._stops = _may_stop(call)
-        few = len(call.inputs) == 1 and not self._flagged
-        self._registers = _WIDE_REGISTERS if self._exact else _FEW_REGISTERS if few else _REGISTERS
+        self._alone = len(call.inputs) == 1
         self._launchers: dict[bool, Launcher] = {}  # by whether a carry may stop
         if self._packed:
             self._places = bounds = triton_map.bounds_of(call.tokens, call.segments)
@@ -101,6 +101,16 @@ class Scan:
             launcher(self._programs, *arguments, *self._places)
         return outputs
 
+    def _registers(self, warps: int) -> int:
+        """How many a thread has at most."""
+        if self._exact:
+            return _WIDE_REGISTERS
+        if warps == 1:
+            return _WARP_REGISTERS
+        if warps == 16 and self._alone:
+            return _PAIR_REGISTERS
+        return _FEW_REGISTERS if self._alone and not self._flagged else _REGISTERS
+
     def _launcher(self, stops: bool) -> Launcher:
         """That and its constants."""
         kernel, constants = triton_scan.scan_pack, {"WIDTH": tiles.WIDTH, "MEDIUM": tiles.MEDIUM, "SHORT": tiles.SHORT}
@@ -111,11 +121,7 @@ class Scan:
             constants["ALIGNED"] = self._length % triton_tile.RUN.value == 0
             warps = 16 if self._paired else max(1, min(8, rows * width // 256))
         constants["HOW"] = self._how._replace(STOPS=_constant(stops))
-        options = {
-            "num_warps": warps,
-            "enable_fp_fusion": False,
-            "maxnreg": max(self._registers, _WARP_REGISTERS) if warps == 1 else self._registers,
-        }
+        options = {"num_warps": warps, "enable_fp_fusion": False, "maxnreg": self._registers(warps)}
         self._launchers[stops] = Launcher(kernel, constants, alike=True, **options)
         return self._launchers[stops]
 
