@@ -327,7 +327,7 @@ def test_every_launch_is_on_its_tensors_device_and_awaits_the_one_before(monkeyp
         policy = {"policy_probs": actions, "actions": torch.zeros(2, 4, dtype=torch.int64)}
         rlhf_scan.retrace_from_policy(rows, rows, actions, actions, rows, **policy, backend="triton")
 
-    rows, long, actions = torch.zeros(2, 4), torch.zeros(1, 2 * tiles.WIDTH), torch.zeros(2, 4, 3)
+    rows, long, actions = torch.zeros(2, 4), torch.zeros(1, 3 * tiles.WIDTH), torch.zeros(2, 4, 3)
     flat = rows.flatten()
     calls()  # which imports what launches
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", recorded)
