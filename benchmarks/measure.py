@@ -170,7 +170,7 @@ def _rounds(sampler: timing.Sampler, quick: bool) -> int:
 def _sampler(provider: Provider, row: dict[str, Any], runs: list[timing.Run], floor: float, work: Work) -> timing.Sampler:
     """How this provider is timed on this work; in `row`, why not in a graph where that was tried."""
     if work.device == "cpu":
-        return timing.WallSampler(runs, timing.calls_per_sample(timing.seconds_of(runs[0], "cpu") * 1e6, len(runs)), timing.nothing)
+        return timing.WallSampler(runs, timing.calls_per_sample(timing.seconds_of(runs[0], "cpu") * 1e6, len(runs), "cpu"), timing.nothing)
     if provider.loop:
         return timing.WallSampler(runs, 1, torch.cuda.synchronize)
     try:
@@ -178,7 +178,7 @@ def _sampler(provider: Provider, row: dict[str, Any], runs: list[timing.Run], fl
     except RuntimeError:
         torch.cuda.synchronize()
         return timing.WallSampler(runs, len(runs), torch.cuda.synchronize)  # it waits for the device itself
-    calls = timing.calls_per_sample(max(floor, time_of_one), len(runs))
+    calls = timing.calls_per_sample(max(floor, time_of_one), len(runs), "cuda")
     if not work.queued and not provider.queued:
         try:
             return timing.GraphSampler(runs, calls)

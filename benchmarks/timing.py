@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 
 Run = Callable[[], Any]
-SAMPLE_MICROSECONDS = 1500.0  # a sample lasts at least so long, or the start of a graph would count
+# A sample lasts at least so long: or the start of a graph would count, or on a CPU the waking of a thread.
+SAMPLE_MICROSECONDS = {"cuda": 1500.0, "cpu": 15000.0}
 MOST_CALLS = 96
 WARM_SECONDS = 0.1
 SLEEP_CYCLES_PER_MICROSECOND = 2000.0  # no GPU's clock is faster: the delay is never shorter than meant
@@ -148,9 +149,9 @@ def seconds_of(run: Run, device: str) -> float:
     return time.perf_counter() - start
 
 
-def calls_per_sample(microseconds: float, copies: int) -> int:
+def calls_per_sample(microseconds: float, copies: int, device: str) -> int:
     """So many that a sample lasts, a multiple of `copies`."""
-    wanted = min(MOST_CALLS, max(1, math.ceil(SAMPLE_MICROSECONDS / max(microseconds, 0.1))))
+    wanted = min(MOST_CALLS, max(1, math.ceil(SAMPLE_MICROSECONDS[device] / max(microseconds, 0.1))))
     return copies * math.ceil(wanted / copies)
 
 

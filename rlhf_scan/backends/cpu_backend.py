@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from ..call import MASK_MODES, Call, Rate, Tensors, is_per_segment
 from .cpu_actions import sum_of_products
+from .cpu_outputs import empty_like
 from .cpu_sweep import compiled_sweep
 from .cpu_threads import TOKENS_PER_THREAD, spread
 
@@ -24,8 +24,6 @@ PIECE = 1 << 18
 _KEPT = 1 << 12
 # Several shares a thread, so that one with a slow core does not keep the others waiting.
 _SHARES_PER_THREAD = 6
-# Outputs of so many bytes may be mapped anew for each call. The most that glibc learns to keep is just below 32 MiB.
-_MAPPED_BYTES, _LEARNT_BYTES = 1 << 20, (1 << 25) - (1 << 13)
 
 
 def why_not(device: torch.device) -> str | None:
@@ -83,14 +81,12 @@ class _Sweeps:
         self.masked, self.starts = MASK_MODES.index(call.masked), call.starts
         self.rows: Array = np.arange(call.segments + 1, dtype=np.int64) * (call.length or 0)
         self.kept: _Pieces | None = None
-        if self.outputs * call.tokens * call.compute_dtype.itemsize >= _MAPPED_BYTES:
-            _keep_freed_memory()
 
     def __call__(self, given: Tensors) -> list[Tensor]:
         bounds = self.rows if given.cu_seqlens is None else given.cu_seqlens.numpy()
         pieces = self._pieces_of_rows() if given.cu_seqlens is None else _Pieces(bounds)
         carries = np.zeros((len(pieces.rows), 4), dtype=self.number)
-        outputs = [torch.empty_like(given.inputs[0], dtype=self.dtypes[0]) for _ in range(self.outputs)]
+        outputs = [empty_like(given.inputs[0], self.dtypes[0]) for _ in range(self.outputs)]
         arguments = carries, tuple(output.numpy().reshape(-1) for output in outputs), *self._arguments(given), bounds
         if pieces.split:
             aggregate = compiled_sweep(*self.formulas, True)
@@ -120,15 +116,6 @@ class _Sweeps:
             self.starts,
             np.zeros(1, dtype=self.number) if given.bootstrap is None else _numbers(given.bootstrap, self.number),
         )
-
-
-@lru_cache(maxsize=1)
-def _keep_freed_memory() -> None:
-    """Have glibc take outputs from its heap, where the pages of earlier ones are at hand: fresh pages take longer than all the arithmetic.
-
-    It learns from what is freed how large an array may be before it is mapped, and how much may lie free before it goes back to the system.
-    """
-    torch.empty(_LEARNT_BYTES, dtype=torch.uint8, device="cpu")
 
 
 class _Pieces:
