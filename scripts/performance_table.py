@@ -16,7 +16,6 @@ ROWS = (
     ("packed", "gae, packed, 1024 x 16384, gamma 1", "GAE, a pack of 1024 x 16384 tokens"),
     ("packed", "gae, packed, 128 x 131072, gamma 1, lam 1", "GAE, 128 x 131072, lambda 1"),
     ("mixed", "gae, packed", "GAE, 16M tokens in segments of 16 to 131072, mask and flags"),
-    ("seven", "gae, rows, 512 x 4096, truncations", "GAE, 512 x 4096, ends and cuts"),
     ("frameworks", "gae, rows, 1024 x 8192", "GAE, 1024 x 8192"),
     ("ppo", "ppo_advantages, packed, 1024 x 16384", "KL penalty, score, GAE and whitening, a pack of 1024 x 16384"),
     ("ppo", "ppo_advantages, rows, 1024 x 8192, preset trl", "The same as TRL does it, 1024 x 8192, padded"),
