@@ -9,7 +9,7 @@ from benchmarks import report
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "README.md"
-RESULTS = ROOT / "benchmarks" / "results" / "h200.json"
+RESULTS, UPDATE = (ROOT / "benchmarks" / "results" / f"{name}.json" for name in ("h200", "end_to_end"))
 START, STOP = "<!-- performance -->\n", "<!-- /performance -->\n"
 # (group, how a work's name begins, what README calls it); a work that the results do not hold has no row
 ROWS = (
@@ -39,11 +39,21 @@ def table(results: dict[str, Any]) -> str:
     return "".join(lines)
 
 
+def update(results: dict[str, Any]) -> str:
+    """The table's last row: a whole PPO update at the longest responses that were measured."""
+    row = max(results["rows"], key=lambda row: row["length"])
+    millions = round(results["parameters"] / 1e6)
+    words = f"A PPO update of {millions}M-parameter models, {row['responses']} responses of {row['length']} tokens"
+    return _line(
+        [words, f"{row['ours']['step']:.3g} s", "", f"with TRL's block [{row['gain']:.3g} x](benchmarks/results/{UPDATE.stem}.md)"]
+    )
+
+
 def page(text: str) -> str:
-    """`text` with the table of now between its marks; nothing is there before the first results are committed."""
+    """`text` with the table of the committed results between its marks."""
     before, rest = text.split(START)
     _, after = rest.split(STOP)
-    return f"{before}{START}{table(report.read(RESULTS)) if RESULTS.is_file() else ''}{STOP}{after}"
+    return f"{before}{START}{table(report.read(RESULTS))}{update(report.read(UPDATE))}{STOP}{after}"
 
 
 def _line(cells: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""How a call becomes launches: one that makes a pack's map, if there is none yet, one that clears the carries, if there are any, and the scan."""
+"""How a call becomes launches: one that makes a pack's map and clears the carries, or, where there is a map, clears them alone; and the scan."""
 
 # mypy: ignore-errors
 # pyright: basic
