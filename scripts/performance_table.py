@@ -45,7 +45,7 @@ def update(results: dict[str, Any]) -> str:
     millions = round(results["parameters"] / 1e6)
     words = f"A PPO update of {millions}M-parameter models, {row['responses']} responses of {row['length']} tokens"
     return _line(
-        [words, f"{row['ours']['step']:.3g} s", "", f"with TRL's block [{row['gain']:.3g} x](benchmarks/results/{UPDATE.stem}.md)"]
+        [words, f"{row['ours']['step']:.3g} s", "", f"TRL's block [{row['gain']:.3g} x](benchmarks/results/{UPDATE.stem}.md)"]
     )
 
 

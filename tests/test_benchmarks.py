@@ -277,7 +277,7 @@ def test_readmes_table_is_that_of_the_committed_results(monkeypatch: pytest.Monk
     assert table.count("60.0 us | 83% | rl-triton 2 x |") == len(table_script.ROWS)
     rows = [{"length": length, "responses": 4, "ours": {"step": 0.5}, "gain": length / 100} for length in (200, 700, 300)]
     row = table_script.update({"rows": rows, "parameters": 109_600_000})
-    assert row.startswith("| A PPO update of 110M-parameter models, 4 responses of 700 tokens | 0.5 s |  | with TRL's block [7 x](")
+    assert row.startswith("| A PPO update of 110M-parameter models, 4 responses of 700 tokens | 0.5 s |  | TRL's block [7 x](")
 
 
 @pytest.mark.gpu
