@@ -10,14 +10,18 @@ from .errors import InputError
 
 # Storage -> a weak reference, which also keeps its address from being used again, and the version of what was written to it.
 _KNOWN: dict[int, tuple[StorageWeakRef, int]] = {}
+_forget_at = 64  # so many are looked through for those that are gone; then twice as many as are left, so that each is looked at about once
 
 
 def remember(tensor: Tensor) -> None:
     """`tensor` is whitened, until it is changed in place."""
+    global _forget_at
     if not _can_be_told(tensor):
         return
-    for storage in [storage for storage, (reference, _) in list(_KNOWN.items()) if reference.expired()]:
-        _KNOWN.pop(storage, None)
+    if len(_KNOWN) >= _forget_at:
+        for storage in [storage for storage, (reference, _) in list(_KNOWN.items()) if reference.expired()]:
+            _KNOWN.pop(storage, None)
+        _forget_at = max(64, 2 * len(_KNOWN))
     reference = StorageWeakRef(tensor.untyped_storage())
     _KNOWN[reference.cdata] = reference, tensor._version
 
