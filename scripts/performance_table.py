@@ -44,9 +44,7 @@ def update(results: dict[str, Any]) -> str:
     row = max(results["rows"], key=lambda row: row["length"])
     millions = round(results["parameters"] / 1e6)
     words = f"A PPO update of {millions}M-parameter models, {row['responses']} responses of {row['length']} tokens"
-    return _line(
-        [words, f"{row['ours']['step']:.3g} s", "", f"TRL's block [{row['gain']:.3g} x](benchmarks/results/{UPDATE.stem}.md)"]
-    )
+    return _line([words, f"{row['ours']['step']:.3g} s", "", f"TRL's block [{row['gain']:.3g} x](benchmarks/results/{UPDATE.stem}.md)"])
 
 
 def page(text: str) -> str:
