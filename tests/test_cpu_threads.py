@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from time import sleep
 
 import pytest
 
@@ -45,3 +46,19 @@ def test_an_error_reaches_the_caller(here: bool) -> None:
 
     with pytest.raises(ValueError, match="share"):
         spread(work, range(2), 2)
+
+
+def test_where_the_caller_is_stopped_the_others_stop() -> None:
+    caller, met, done = threading.get_ident(), threading.Barrier(2), list[int]()
+
+    def work(share: int) -> None:
+        if share < 2:
+            met.wait(timeout=60)
+        if threading.get_ident() == caller:
+            raise KeyboardInterrupt
+        done.append(share)
+        sleep(0.001)
+
+    with pytest.raises(KeyboardInterrupt):
+        spread(work, range(5000), 2)
+    assert len(done) < 2500

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import rlhf_scan
 from rlhf_scan import Segments, linear_scan
+from rlhf_scan.backends import tiles
 
 pytestmark = pytest.mark.usefixtures("nan_filled", "no_hang")
 
@@ -214,3 +216,15 @@ def test_gae_is_a_linear_scan(layout: str, backend: str) -> None:
     decay = torch.where(terminated | ends, 0.0, torch.full_like(rewards, gamma * lam))
     found = rlhf_scan.gae(rewards, values, gamma=gamma, lam=lam, terminated=terminated, bootstrap=bootstrap, **options)
     torch.testing.assert_close(found.advantages, linear_scan(deltas, decay, reverse=True, **options), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("factor", [math.inf, -math.inf, math.nan])
+@each_direction
+def test_bits_do_not_depend_on_the_layout_where_a_factor_is_not_finite(factor: float, reverse: bool) -> None:
+    length = tiles.WIDTH + 8
+    a = torch.ones(2, length, device=device_of("triton"))
+    b = torch.full_like(a, 0.5)
+    b[0, tiles.WIDTH - 1], b[1, tiles.WIDTH] = factor, factor
+    rows = linear_scan(a, b, reverse=reverse, backend="triton")
+    packed = linear_scan(a.flatten(), b.flatten(), segments=Segments.from_lengths([length] * 2), reverse=reverse, backend="triton")
+    torch.testing.assert_close(rows.flatten(), packed, rtol=0, atol=0, equal_nan=True)

@@ -237,6 +237,7 @@ def test_float64_is_not_narrowed(backend: str) -> None:
         (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32),
         (torch.float32, torch.float32, torch.float64, torch.float64),
         (torch.float64, torch.float64, torch.float16, torch.float16),
+        (torch.float64, torch.float64, torch.bfloat16, torch.bfloat16),
         (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16),
     ],
 )

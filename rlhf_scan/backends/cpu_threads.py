@@ -33,6 +33,8 @@ def spread(work: Callable[[Share], None], shares: Iterable[Share], threads: int)
     try:
         take()
     finally:
+        for _ in left:  # where this thread was stopped, the others stop, too
+            pass
         for other in others:
             other.cancel()
     # The last shares end at about the same time: to sleep and be woken takes longer than most of them.

@@ -80,11 +80,15 @@ def _ask_ahead(inputs, ahead, there, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _from_the_first(a, HOW: tl.constexpr, RUNS: tl.constexpr):
-    """The x that enters each of two rows: nothing the first in scan order, and the other what leaves the first, whose last run does `a` to 0."""
+def _from_the_first(a, b, HOW: tl.constexpr, RUNS: tl.constexpr):
+    """The x that enters each of two rows: 0 the first in scan order, and the other what leaves the first, whose runs, scanned, do (a, b) to 0.
+
+    As through `entering_carry`, where a b that is not finite makes NaN of that 0.
+    """
     first = tl.arange(0, 2)[:, None] == (1 if HOW.REVERSE else 0)
     last = tl.arange(0, RUNS)[None, :] == RUNS - 1
-    leaves = tl.sum(tl.where(first & last, a.to(HOW.WORD, bitcast=True), 0))  # a sum of bits: nothing is rounded
+    left = passed(a, b, tl.zeros_like(a)).to(HOW.WORD, bitcast=True)
+    leaves = tl.sum(tl.where(first & last, left, 0))  # a sum of bits: nothing is rounded
     return tl.where(first, tl.cast(0, HOW.DTYPE), leaves.to(HOW.DTYPE, bitcast=True))
 
 
@@ -106,7 +110,7 @@ def _solved(
     first, second, third, run_a, run_b, before_a, before_b = up_runs(a, b, HOW.REVERSE, HOW.STOPS, ROWS, WIDTH)
     entering = tl.cast(0, HOW.DTYPE)
     if PAIRED:
-        entering = _from_the_first(run_a, HOW, WIDTH // RUN)
+        entering = _from_the_first(run_a, run_b, HOW, WIDTH // RUN)
     elif TILED:
         entering = entering_carry(
             run_a, run_b, early[channel], carries, chain, channel, HOW.CHANNELS, HOW.REVERSE, HOW.GROUP, WIDTH // RUN, HOW.DTYPE, HOW.WORD

@@ -184,6 +184,8 @@ def store_runs(
     """Write the tokens of a tile that lie in its segment; whole vectors where a full tile starts at a multiple of one."""
     kind = pointer.dtype.element_ty
     VECTOR: tl.constexpr = 128 // max(16, kind.primitive_bitwidth)
+    if INTERPRETED and kind == tl.bfloat16:
+        values = values.to(tl.float32)  # it takes the bits of a float64 for those of a float32
     runs = tl.reshape(values.to(kind), (ROWS, WIDTH // RUN, RUN))
     at = run_starts(REVERSE, WIDTH)[None, :, None] + tl.arange(0, RUN)[None, None, :]
     if TILED and not ALIGNED:
