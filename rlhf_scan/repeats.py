@@ -5,16 +5,15 @@ A repeated call checks its numbers and hands its tensors to the backend. For sma
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .call import Call, Solver, Tensors
+from .locks import Lock
 from .segments import Segments
 
 Key = tuple[Any, ...]
@@ -24,16 +23,6 @@ _KEPT = 512
 _known: dict[Key, Repeat] = {}
 _solvers: dict[Key, Solver] = {}  # for the keys whose calls are checked every time
 _writing = Lock()
-
-
-def _forked() -> None:
-    """A child inherits the lock as it was, maybe held by a thread that it does not have."""
-    global _writing
-    _writing = Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
 
 
 def intercepted() -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -12,21 +10,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..locks import Lock
+
 # Smaller ones come from a heap whose pages are there; of larger ones fewer than two could be kept.
 SMALLEST_BYTES, KEPT_BYTES = 1 << 20, 1 << 26
 
 _kept: list[npt.NDArray[np.uint8]] = []  # the least recently used first
 _choosing = Lock()
-
-
-def _forked() -> None:
-    """A child inherits the lock as it was, maybe held by a thread that it does not have."""
-    global _choosing
-    _choosing = Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
 
 
 def _references(arrays: list[Any], i: int) -> int:
