@@ -15,9 +15,11 @@ import triton
 from torch import Tensor
 
 import rlhf_scan
-from rlhf_scan import Segments
+from rlhf_scan import CreditRequest, LocalEngine, Segments
 from rlhf_scan.backends import triton_map, triton_scan
 from scripts import no_gpu
+
+from . import toy_estimator
 
 _SCAN = re.compile(r'"tt\.scan"\(.*?<\{axis = (\d+) : i32.*?\}\) : \(tensor<[^>]*?, (#\w+)>', re.DOTALL)
 _LAYOUT = re.compile(r"^(#\w+) = #ttg\.blocked<\{(.*)\}>$", re.MULTILINE)
@@ -87,6 +89,9 @@ def variants() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "eligibility_traces, mask", lambda: rlhf_scan.eligibility_traces(x, mask=flag, initial=end, **pack)
     yield "episodic_cumsum", lambda: rlhf_scan.episodic_cumsum(x, terminated=flag, boundary="starts_at", **pack)
     yield "linear_scan", lambda: rlhf_scan.linear_scan(x, x, initial=end, **pack)
+    toy_estimator.add()
+    request = CreditRequest(toy_estimator.NAME, {"rewards": x, "log_visits": x, "cu_seqlens": torch.tensor([0, 5000, 10000, 15000])})
+    yield "a new estimator", lambda: LocalEngine("triton").run(request)
 
 
 def main() -> None:

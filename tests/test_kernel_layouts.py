@@ -31,7 +31,7 @@ def launches() -> list[dict[str, Any]]:
 
 
 def test_every_kind_of_launch_was_compiled(launches: list[dict[str, Any]]) -> None:
-    assert len({launch["variant"] for launch in launches}) == len(launches) == 18
+    assert len({launch["variant"] for launch in launches}) == len(launches) == 19
     assert {launch["variant"] for launch in launches if not launch["scans"]} == WITHOUT_SCANS
     found = {launch["variant"]: len(launch["scans"]) for launch in launches}
     # Of tiles within their segment, of other tiles, of medium and of short segments: the estimator's scan; and for tiles those of the tiles and

@@ -20,7 +20,8 @@ def explorer_coefficients(here: Any, following: Any, rates: Any) -> Any:
     """G_t = r_t + min(largest_bonus, scale / sqrt(visits_t)) + gamma * G_{t+1}."""
     rewards, log_visits = here
     gamma, scale, largest_bonus = rates
-    return rewards + minimum(scale * exp(-0.5 * log_visits), largest_bonus), gamma
+    bonus: Any = minimum(scale * exp(-0.5 * log_visits), largest_bonus)
+    return rewards + bonus, gamma
 
 
 def explorer_naive(

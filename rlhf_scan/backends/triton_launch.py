@@ -55,14 +55,15 @@ class Launcher:
         constants: by name.
         alike: all its launches have the same ints and the same dtypes of tensors, whose addresses are multiples of 16, and lack the same ones,
             so that what was compiled for one serves all.
-        options: of the launch: num_warps, ...
+        options: of the launch: num_warps, ... The compiler fuses no multiplication with an addition unless told to: its choice, which differs
+            from kernel to kernel, would change bits.
     """
 
     def __init__(self, kernel: Any, constants: dict[str, Any], *, alike: bool = False, **options: Any) -> None:
         self._alike = alike
         self._kernel = kernel
         self._constants = constants
-        self._options = options
+        self._options = {"enable_fp_fusion": False, **options}
         self._compiled = _COMPILED.setdefault((kernel, *constants.items(), *options.items()), {})
         self._by_device: dict[int, tuple[Any, ...]] = {}
 

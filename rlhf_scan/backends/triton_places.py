@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import score_formulas
 from ..call import is_per_segment
 from ..shaping import FAULTS, Located, Placed, ScoreCall, Sequences, ShapingCall
-from .formulas import compiled_formula
+from .triton_formulas import jit_formula
 from .triton_launch import Launcher, await_previous, on_device_of
 from .triton_locate import located, parts_located
 from .triton_parts import NO_FAULT, WARPS, at_a_time, bounds_of, flag, is_finite
@@ -96,7 +96,7 @@ def _placer(options: tuple[bool, str, bool, torch.dtype], kinds: tuple[int, int,
         "ROWS": rows,
         "WIDTH": width,
     }
-    return Launcher(_place, constants, num_warps=WARPS, enable_fp_fusion=False)
+    return Launcher(_place, constants, num_warps=WARPS)
 
 
 @triton.jit
@@ -115,9 +115,9 @@ def _within(x, low, high):
     return tl.minimum(lifted, high, propagate_nan=tl.PropagateNan.ALL)
 
 
-_OWN = {"select": _select, "smaller": _smaller, "within": _within, "tl": tl}
+_OWN = {"select": _select, "smaller": _smaller, "within": _within}
 _lacks_eos, _score_paid, _slot_after, _token_of_score, _with_fault = (
-    compiled_formula(formula, _OWN, triton.jit, tl.constexpr)
+    jit_formula(formula, _OWN)
     for formula in (
         score_formulas.lacks_eos,
         score_formulas.score_paid,

@@ -23,8 +23,8 @@ from .. import shaping as meaning
 from ..call import Call, Tensors
 from ..shaping import Dtypes, Sequences, Shaped, ShapingCall, Solved
 from . import triton_whiten
-from .formulas import compiled_formula
 from .tiles import INTERPRETED
+from .triton_formulas import jit_formula
 from .triton_launch import Launcher, absent, await_previous, on_device_of
 from .triton_parts import NO_FAULT, is_finite
 from .triton_runs import store_runs
@@ -157,7 +157,7 @@ def _shaping(
         "KL_EVERYWHERE": tl.constexpr(kl_everywhere),
         "POST_EOS": tl.constexpr(post_eos),
     }
-    return compiled_formula(_shape_rewards, own, triton.jit, tl.constexpr)
+    return jit_formula(_shape_rewards, own)
 
 
 @lru_cache(maxsize=16)
@@ -165,7 +165,7 @@ def _tallying(has_mask: bool, padded: bool, post_eos: bool, checked: bool, talli
     """The stage after the scan, the same object every time."""
     own = {"HAS_MASK": has_mask, "PADDED": padded, "POST_EOS": post_eos, "CHECKED": checked, "TALLIED": tallied}
     own = {name: tl.constexpr(value) for name, value in own.items()}
-    return compiled_formula(_tally_advantages, own, triton.jit, tl.constexpr)
+    return jit_formula(_tally_advantages, own)
 
 
 @triton.jit

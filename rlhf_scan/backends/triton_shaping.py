@@ -14,7 +14,7 @@ import triton.language as tl
 from .. import reward_formulas, shaping
 from ..reward_formulas import KL_ESTIMATORS
 from ..shaping import Kept, Placed, Sequences, Shaped, ShapingCall
-from .formulas import compiled_formula
+from .triton_formulas import jit_formula
 from .triton_launch import Launcher, await_previous, on_device_of
 from .triton_parts import BLOCK, NO_FAULT, WARPS, flag, is_finite, is_set, merged, part_of, parts_of
 from .triton_places import place as place
@@ -99,32 +99,14 @@ def _keeper() -> Launcher:
     return Launcher(_kept, {"BLOCK": BLOCK}, num_warps=WARPS)
 
 
-@triton.jit
-def _exp(x):
-    return tl.exp(x)
-
-
-@triton.jit
-def _minimum(x, y):
-    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _maximum(x, y):
-    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
-
-
-_OWN = {"exp": _exp, "minimum": _minimum, "maximum": _maximum, "tl": tl}
-
-
 @cache
 def jit_estimator(kl: str):
     """The estimator as a Triton function, the same object every time."""
-    return compiled_formula(KL_ESTIMATORS[kl], _OWN, triton.jit, tl.constexpr)
+    return jit_formula(KL_ESTIMATORS[kl])
 
 
-clamped = compiled_formula(reward_formulas.clamped, _OWN, triton.jit, tl.constexpr)
-shaped_reward = compiled_formula(reward_formulas.shaped_reward, _OWN, triton.jit, tl.constexpr)
+clamped = jit_formula(reward_formulas.clamped)
+shaped_reward = jit_formula(reward_formulas.shaped_reward)
 
 
 @triton.jit

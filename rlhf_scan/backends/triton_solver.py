@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..call import MASK_MODES, Call, Rate, Tensors, is_per_segment
 from . import tiles, triton_carry, triton_core, triton_map, triton_scan, triton_steps, triton_tile
-from .formulas import compiled_formula
+from .triton_formulas import jit_formula
 from .triton_launch import Launcher, absent, on_device_of
 
 # Places within a launch are int32 below this many tokens (a tile may reach past the last one), int64 above.
@@ -121,7 +121,7 @@ class Scan:
             constants["ALIGNED"] = self._length % triton_tile.RUN.value == 0
             warps = 16 if self._paired else max(1, min(8, rows * width // 256))
         constants["HOW"] = self._how._replace(STOPS=_constant(stops))
-        options = {"num_warps": warps, "enable_fp_fusion": False, "maxnreg": self._registers(warps)}
+        options = {"num_warps": warps, "maxnreg": self._registers(warps)}
         self._launchers[stops] = Launcher(kernel, constants, alike=True, **options)
         return self._launchers[stops]
 
@@ -195,17 +195,7 @@ def _kind(value: Rate | None) -> int:
     return 1 if is_per_segment(value) else 2
 
 
-@triton.jit
-def _minimum(x, y):
-    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _exp(x):
-    return tl.exp(x)
-
-
 @lru_cache(maxsize=256)
 def _jit(formula: Any) -> Any:
     """The formula as a Triton function, the same object every time."""
-    return compiled_formula(formula, {"minimum": _minimum, "exp": _exp, "tl": tl}, triton.jit, tl.constexpr)
+    return jit_formula(formula)
