@@ -41,12 +41,11 @@ RUN = 8  # tokens of a thread
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 COLUMNS = {
     "time": "gpu__time_duration.sum",
-    "read": "dram__bytes_read.sum",
-    "written": "dram__bytes_write.sum",
+    "bytes_per_second": "dram__bytes.sum.per_second",
     "memory": "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
     "instructions": "smsp__inst_executed.sum",
     "issuing": "smsp__issue_active.avg.pct_of_peak_sustained_active",
-    "alu": "sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_active",
+    "alu": "sm__pipe_alu_cycles_active.avg.pct_of_peak_sustained_active",
     "warps": "sm__warps_active.avg.pct_of_peak_sustained_active",
 }
 
@@ -130,7 +129,7 @@ def _cells(work: dict[str, Any], kernel: dict[str, Any]) -> Iterator[str]:
         return f"{kernel[name]:.0f}%" if name in kernel else ""
 
     yield from (work["name"], kernel["name"], f"{kernel['time'] / 1000:.1f}", share("memory"))
-    yield f"{(kernel['read'] + kernel['written']) / work['bytes']:.2f}"
+    yield f"{kernel['bytes_per_second'] * kernel['time'] * 1e-9 / work['bytes']:.2f}"
     yield f"{kernel['instructions'] * 32 * RUN / work['tokens']:.0f}"
     yield from (share("issuing"), share("alu"), share("warps"))
     yield ", ".join(f"{name} {value:.1f}" for name, value in kernel["stalls"].items())

@@ -203,7 +203,7 @@ def test_the_scan_keeps_its_promise_that_launches_are_alike(
     monkeypatch.setattr(triton_backend, "why_not", lambda device: None)
     monkeypatch.setattr(triton_solver, "on_device_of", lambda tensor: contextlib.nullcontext())
     monkeypatch.setattr(triton_map, "_KEPT", {})
-    monkeypatch.setattr(triton_map, "_launcher", lambda block, wide: lambda *given: None)
+    monkeypatch.setattr(triton_map, "_launcher", lambda *sizes: lambda *given: None)
     monkeypatch.setattr(triton_carry, "_clearer", lambda: lambda *given: None)
     repeats._known.clear()
     rewards, bootstrap = torch.zeros(3 * length if packed else (3, length), dtype=dtype), torch.zeros(3)

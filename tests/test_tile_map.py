@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from itertools import accumulate
+
 import pytest
 import torch
 from conftest import device_of
@@ -43,3 +46,36 @@ def test_boundaries_that_are_wrong_write_and_wait_for_nothing_else(case: str, no
     pack.total = None  # as of boundaries on a GPU
     rewards = torch.ones(tokens, device=boundaries.device)
     rlhf_scan.gae(rewards, rewards, segments=pack, backend="triton")
+
+
+def expected_slots(lengths: list[int]) -> tuple[list[tuple[int, ...]], ...]:
+    """Slots of tiles, of medium and of short segments, in order."""
+    found: tuple[list[tuple[int, ...]], ...] = ([], [], [])
+    starts, tiled = [0, *accumulate(lengths)], [-(-length // tiles.WIDTH) if length > tiles.MEDIUM else 0 for length in lengths]
+    firsts = [0, *accumulate(tiled)]
+    for turn in range(max(tiled, default=0)):
+        found[0].extend((s, turn, starts[s], length, firsts[s]) for s, length in enumerate(lengths) if tiled[s] > turn)
+    for s, length in enumerate(lengths):
+        if 0 < length <= tiles.MEDIUM:
+            found[1 if length > tiles.SHORT else 2].append((s, 0, starts[s], length, 0))
+    return found
+
+
+@pytest.mark.parametrize("mixed", ["all kinds", "long", "one very long"])
+@pytest.mark.parametrize("count", [1, 64, 65, 192, 193])
+def test_every_tile_has_its_slot(count: int, mixed: str) -> None:
+    """In the interpreter a block has 64 segments, and 192 are few."""
+    count *= triton_map._BLOCK // 64
+    chosen = random.Random(count)
+    longest = {"all kinds": [tiles.SHORT, tiles.MEDIUM, 4 * tiles.WIDTH], "long": [3 * tiles.WIDTH], "one very long": [tiles.SHORT]}[mixed]
+    lengths = [chosen.randint(0 if mixed == "all kinds" else 1, chosen.choice(longest)) for _ in range(count)]
+    if mixed == "one very long":
+        lengths[count // 2] = 9 * tiles.WIDTH + 1
+    boundaries = torch.tensor([0, *accumulate(lengths)], device=device_of("triton"))
+    tokens, carries = sum(lengths), torch.zeros(3000, dtype=torch.int32, device=boundaries.device)
+    slots = triton_map.slots_of(boundaries, tokens, carries)
+    assert bool((carries == -1).all())
+    for found, wanted in zip(slots.split(triton_map.bounds_of(tokens, count)), expected_slots(lengths), strict=True):
+        rows = found[: len(wanted), :5].tolist()
+        assert [tuple(row) for row in rows] == wanted
+        assert not found[len(wanted) :, 3].any()

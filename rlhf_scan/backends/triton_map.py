@@ -17,12 +17,15 @@ from .tiles import INTERPRETED, MEDIUM, SHORT, WIDTH
 from .triton_carry import WORDS, clear, clear_words
 from .triton_launch import Launcher, await_previous
 
-FIELDS = tl.constexpr(
-    8
-)  # of a slot: segment, turn of the tile in scan order, the segment's first token, its length, the segment's first slot
-_BLOCKS = (64, 64) if INTERPRETED else (256, 4096)  # segments that a program looks at together, at least and at most
-_SIDE_BY_SIDE = 512 if INTERPRETED else 2**18  # segments times turns: one program for each turn
-_PER_WARP = 64  # segments
+# Of a slot: segment, turn of the tile in scan order, the segment's first token, its length, the segment's first slot.
+FIELDS = tl.constexpr(8)
+# Segments of a block. Of few segments a program puts down one block's tiles of a turn, so that no block waits for another; of many all tiles of a
+# turn. On an H200 the map of 3,200 segments took 20 us where one program did a turn of all of them, that of 1,024 took 8.5 us.
+_FEW, _BLOCK, _LARGE_BLOCK = (192, 64, 128) if INTERPRETED else (4096, 256, 4096)
+_LOOK = 128 if INTERPRETED else 1024  # of few segments, those that a program looks at together to find its place
+_PER_WARP = 64  # segments of a block
+_AT_ONCE = 64 if INTERPRETED else 132 * 1024 // 32  # warps on an H200 that have 64 registers a thread: more programs would have to wait
+_FEWEST_TURNS = 2 if INTERPRETED else 64
 
 # A captured graph neither reads nor fills this: its boundaries may change between replays, and its memory is its own.
 _KEPT = WeakTensorKeyDictionary()
@@ -56,21 +59,29 @@ def _make(cu_seqlens: Tensor, tokens: int, carries: Tensor) -> Tensor:
     segments, device = cu_seqlens.numel() - 1, cu_seqlens.device
     bounds = bounds_of(tokens, segments)
     slots = torch.empty(sum(bounds), FIELDS.value, dtype=torch.int32 if tokens < 2**31 - WIDTH else torch.int64, device=device)
-    block = min(max(triton.next_power_of_2(segments), _BLOCKS[0]), _BLOCKS[1])
-    turns = min(bounds[0], tokens // WIDTH + 1, _SIDE_BY_SIDE // block)
-    words = carries.numel()
-    programs = turns + 2 * triton.cdiv(segments, block) + triton.cdiv(words, WORDS)
+    block, look = _BLOCK, min(max(_BLOCK, triton.next_power_of_2(segments)), _LOOK)
+    parts, words = triton.cdiv(segments, block), carries.numel()
+    if segments > _FEW:
+        block, look, parts = _LARGE_BLOCK, _LARGE_BLOCK, 1
+    others = 2 * triton.cdiv(segments, block) + triton.cdiv(words, WORDS)
+    at_once = _AT_ONCE // _warps(block) - others
+    turns = min(bounds[0], tokens // WIDTH + 1, max(at_once // max(parts, 1), _FEWEST_TURNS))
     # Segments that overlap have at most so many tiles.
     wide = slots.dtype == torch.int64 or segments * (tokens // WIDTH + 1) >= 2**31
-    _launcher(block, wide)(programs, cu_seqlens, slots, carries, segments, tokens, *bounds, turns, words)
+    launcher = _launcher(block, look, wide)
+    launcher(turns * parts + others, cu_seqlens, slots, carries, segments, tokens, *bounds, turns, parts, words)
     return slots
 
 
+def _warps(block: int) -> int:
+    return min(32, block // _PER_WARP)
+
+
 @lru_cache(maxsize=32)
-def _launcher(block: int, wide: bool) -> Launcher:
+def _launcher(block: int, look: int, wide: bool) -> Launcher:
     integer = tl.int64 if wide else tl.int32
-    constants = {"WIDTH": WIDTH, "MEDIUM": MEDIUM, "SHORT": SHORT, "BLOCK": block, "WORDS": WORDS, "INTEGER": integer}
-    return Launcher(_fill_slots, constants, num_warps=min(32, block // _PER_WARP))
+    constants = {"WIDTH": WIDTH, "MEDIUM": MEDIUM, "SHORT": SHORT, "BLOCK": block, "LOOK": look, "WORDS": WORDS, "INTEGER": integer}
+    return Launcher(_fill_slots, constants, num_warps=_warps(block))
 
 
 @triton.jit
@@ -85,13 +96,11 @@ def _segments_from(first, cu_seqlens, segments, tokens, BLOCK: tl.constexpr, INT
 
 @triton.jit
 def _put(slots, slot, segment, turn, start, length, first, there):
-    """Write entries."""
+    """Write entries, four fields at once."""
     kind = slots.dtype.element_ty
     entry = slots + slot.to(tl.int64) * FIELDS
-    tl.store(entry, segment.to(kind), mask=there)
-    tl.store(entry + 1, turn.to(kind), mask=there)
-    tl.store(entry + 2, start.to(kind), mask=there)
-    tl.store(entry + 3, length.to(kind), mask=there)
+    fields = tl.join(tl.join(segment.to(kind), start.to(kind)), tl.join(turn.to(kind), length.to(kind)))
+    tl.store(entry[:, None] + tl.arange(0, 4)[None, :], tl.reshape(fields, (segment.shape[0], 4)), mask=there[:, None])
     tl.store(entry + 4, first.to(kind), mask=there)
 
 
@@ -105,13 +114,37 @@ def _clear(slots, first, step, bound, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _add_and_compare(sum_left, total_left, most_left, sum_right, total_right, most_right):
-    return sum_left + sum_right, total_left + total_right, tl.maximum(most_left, most_right)
+def _sums_and_largest(place, before, total, most, other_place, other_before, other_total, other_most):
+    return place + other_place, before + other_before, total + other_total, tl.maximum(most, other_most)
 
 
 @triton.jit
 def _add_both(left, other_left, right, other_right):
     return left + right, other_left + other_right
+
+
+@triton.jit
+def _tiles(length, WIDTH: tl.constexpr, MEDIUM: tl.constexpr):
+    """Of each segment, 0 if it is not long."""
+    return tl.where(length > MEDIUM, tl.cdiv(length, WIDTH), 0)
+
+
+@triton.jit
+def _before(
+    begin, cu_seqlens, segments, tokens, turn, WIDTH: tl.constexpr, MEDIUM: tl.constexpr, LOOK: tl.constexpr, INTEGER: tl.constexpr
+):
+    """(tiles of earlier turns and this turn's of segments before `begin`, tiles of those segments, all tiles, tiles of the longest)."""
+    place = tl.zeros([LOOK], INTEGER)
+    before, total, most = place, place, place
+    for at in tl.range(0, segments, LOOK):
+        segment, _, length = _segments_from(at, cu_seqlens, segments, tokens, LOOK, INTEGER)
+        tiles = _tiles(length, WIDTH, MEDIUM)
+        earlier = segment < begin
+        place += tl.minimum(tiles, turn) + (earlier & (tiles > turn)).to(INTEGER)
+        before += tl.where(earlier, tiles, 0)
+        total += tiles
+        most = tl.maximum(most, tiles)
+    return tl.reduce((place, before, total, most), 0, _sums_and_largest)
 
 
 @triton.jit
@@ -121,38 +154,38 @@ def _put_turns(
     segments,
     tokens,
     bound,
-    turn,
-    step,
+    program,
+    turns,
+    parts,
     WIDTH: tl.constexpr,
     MEDIUM: tl.constexpr,
     BLOCK: tl.constexpr,
+    LOOK: tl.constexpr,
     INTEGER: tl.constexpr,
 ):
-    """The tiles of this turn of all long segments, and those of every `step`-th further one; turn 0 of a segment is where its scan begins."""
-    program = turn
+    """The tiles of a turn of a block's long segments, of all if there is one part, and those of every further `turns`-th turn.
+
+    Turn 0 of a segment is where its scan begins.
+    """
+    turn, begin = program // parts, program % parts * BLOCK
+    end = segments if parts == 1 else tl.minimum(begin + BLOCK, segments)
     most, total = tl.cast(turn + 1, INTEGER), tl.zeros([], INTEGER)
     while turn < most:
-        most, total = tl.zeros([], INTEGER), tl.zeros([], INTEGER)
-        slot, before = tl.zeros([], INTEGER), tl.zeros([], INTEGER)
-        for at in tl.range(0, segments, BLOCK):
-            _, _, length = _segments_from(at, cu_seqlens, segments, tokens, BLOCK, INTEGER)
-            tiles = tl.where(length > MEDIUM, tl.cdiv(length, WIDTH), 0)
-            before_turn, here, longest = tl.reduce((tl.minimum(tiles, turn), tiles, tiles), 0, _add_and_compare)
-            slot, total, most = slot + before_turn, total + here, tl.maximum(most, longest)
+        slot, before, total, most = _before(begin, cu_seqlens, segments, tokens, turn, WIDTH, MEDIUM, LOOK, INTEGER)
         if turn < most:
-            for at in tl.range(0, segments, BLOCK):
+            for at in tl.range(begin, end, BLOCK):
                 segment, start, length = _segments_from(at, cu_seqlens, segments, tokens, BLOCK, INTEGER)
-                tiles = tl.where(length > MEDIUM, tl.cdiv(length, WIDTH), 0)
+                tiles = _tiles(length, WIDTH, MEDIUM)
                 there = tiles > turn
                 places, after = tl.associative_scan((there.to(INTEGER), tiles), 0, _add_both)
                 place, after = slot + places - 1, before + after
                 # Segments that overlap have more tiles than there is room for: those beyond it are left out whole, so that no tile waits for ever.
                 kept = tl.where(after <= bound, length, 0)
                 _put(slots, place, segment, segment * 0 + turn, start, kept, after - tiles, there & (place < bound))
-                if at + BLOCK < segments:
+                if at + BLOCK < end:
                     slot, before = slot + tl.sum(there.to(INTEGER)), before + tl.sum(tiles)
-        turn += step
-    _clear(slots, total + program * BLOCK, step * BLOCK, bound, BLOCK)
+        turn += turns
+    _clear(slots, total + program * BLOCK, turns * parts * BLOCK, bound, BLOCK)
 
 
 @triton.jit
@@ -181,7 +214,7 @@ def _put_rows(
         _clear(slots, slot + tl.sum(there.to(INTEGER)), BLOCK, bound, BLOCK)
 
 
-@triton.jit(do_not_specialize=["segments", "tokens", "long_bound", "medium_bound", "short_bound", "turns", "words"])
+@triton.jit(do_not_specialize=["segments", "tokens", "long_bound", "medium_bound", "short_bound", "turns", "parts", "words"])
 def _fill_slots(
     cu_seqlens,
     slots,
@@ -192,26 +225,28 @@ def _fill_slots(
     medium_bound,
     short_bound,
     turns,
+    parts,
     words,
     WIDTH: tl.constexpr,
     MEDIUM: tl.constexpr,
     SHORT: tl.constexpr,
     BLOCK: tl.constexpr,
+    LOOK: tl.constexpr,
     WORDS: tl.constexpr,
     INTEGER: tl.constexpr,  # of tokens and of tiles
 ):
     """The first programs put down the tiles of long segments, the next a block's medium or its short ones each, the last clear carries."""
     await_previous()
     program = tl.program_id(0)
-    rows = 2 * tl.cdiv(segments, BLOCK)
-    if program < turns:
-        _put_turns(cu_seqlens, slots, segments, tokens, long_bound, program, turns, WIDTH, MEDIUM, BLOCK, INTEGER)
-    elif program < turns + rows:
-        block, slots = (program - turns) // 2, slots + tl.cast(long_bound, tl.int64) * FIELDS
-        if (program - turns) % 2 == 0:
+    tiled, rows = turns * parts, 2 * tl.cdiv(segments, BLOCK)
+    if program < tiled:
+        _put_turns(cu_seqlens, slots, segments, tokens, long_bound, program, turns, parts, WIDTH, MEDIUM, BLOCK, LOOK, INTEGER)
+    elif program < tiled + rows:
+        block, slots = (program - tiled) // 2, slots + tl.cast(long_bound, tl.int64) * FIELDS
+        if (program - tiled) % 2 == 0:
             _put_rows(cu_seqlens, slots, segments, tokens, medium_bound, block, SHORT, MEDIUM, BLOCK, INTEGER)
         else:
             slots += tl.cast(medium_bound, tl.int64) * FIELDS
             _put_rows(cu_seqlens, slots, segments, tokens, short_bound, block, 0, SHORT, BLOCK, INTEGER)
     else:
-        clear_words(carries, program - turns - rows, words, WORDS)
+        clear_words(carries, program - tiled - rows, words, WORDS)
