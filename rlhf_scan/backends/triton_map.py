@@ -199,13 +199,15 @@ def _put_rows(
     SHORTEST: tl.constexpr,
     LONGEST: tl.constexpr,
     BLOCK: tl.constexpr,
+    LOOK: tl.constexpr,
     INTEGER: tl.constexpr,
 ):
     """This block's segments of more than SHORTEST and at most LONGEST tokens."""
-    slot = tl.zeros([], INTEGER)
-    for at in tl.range(0, block * BLOCK, BLOCK):
-        _, _, length = _segments_from(at, cu_seqlens, segments, tokens, BLOCK, INTEGER)
-        slot += tl.sum(((length > SHORTEST) & (length <= LONGEST)).to(INTEGER))
+    earlier = tl.zeros([LOOK], INTEGER)
+    for at in tl.range(0, block * BLOCK, LOOK):
+        segment, _, length = _segments_from(at, cu_seqlens, segments, tokens, LOOK, INTEGER)
+        earlier += ((segment < block * BLOCK) & (length > SHORTEST) & (length <= LONGEST)).to(INTEGER)
+    slot = tl.sum(earlier)
     segment, start, length = _segments_from(block * BLOCK, cu_seqlens, segments, tokens, BLOCK, INTEGER)
     there = (length > SHORTEST) & (length <= LONGEST)
     place = slot + tl.cumsum(there.to(INTEGER)) - 1
@@ -244,9 +246,9 @@ def _fill_slots(
     elif program < tiled + rows:
         block, slots = (program - tiled) // 2, slots + tl.cast(long_bound, tl.int64) * FIELDS
         if (program - tiled) % 2 == 0:
-            _put_rows(cu_seqlens, slots, segments, tokens, medium_bound, block, SHORT, MEDIUM, BLOCK, INTEGER)
+            _put_rows(cu_seqlens, slots, segments, tokens, medium_bound, block, SHORT, MEDIUM, BLOCK, LOOK, INTEGER)
         else:
             slots += tl.cast(medium_bound, tl.int64) * FIELDS
-            _put_rows(cu_seqlens, slots, segments, tokens, short_bound, block, 0, SHORT, BLOCK, INTEGER)
+            _put_rows(cu_seqlens, slots, segments, tokens, short_bound, block, 0, SHORT, BLOCK, LOOK, INTEGER)
     else:
         clear_words(carries, program - tiled - rows, words, WORDS)
