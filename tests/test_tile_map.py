@@ -65,7 +65,7 @@ def expected_slots(lengths: list[int]) -> tuple[list[tuple[int, ...]], ...]:
 @pytest.mark.parametrize("count", [1, 64, 65, 192, 193])
 def test_every_tile_has_its_slot(count: int, mixed: str) -> None:
     """In the interpreter a block has 64 segments, and 192 are few."""
-    count *= triton_map._BLOCK // 64
+    count *= triton_map._BLOCKS[0] // 64
     chosen = random.Random(count)
     longest = {"all kinds": [tiles.SHORT, tiles.MEDIUM, 4 * tiles.WIDTH], "long": [3 * tiles.WIDTH], "one very long": [tiles.SHORT]}[mixed]
     lengths = [chosen.randint(0 if mixed == "all kinds" else 1, chosen.choice(longest)) for _ in range(count)]

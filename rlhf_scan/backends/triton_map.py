@@ -19,12 +19,14 @@ from .triton_launch import Launcher, await_previous
 
 # Of a slot: segment, turn of the tile in scan order, the segment's first token, its length, the segment's first slot.
 FIELDS = tl.constexpr(8)
-# Segments of a block. Of few segments a program puts down one block's tiles of a turn, so that no block waits for another; of many all tiles of a
-# turn. On an H200 the map of 3,200 segments took 20 us where one program did a turn of all of them, that of 1,024 took 8.5 us.
-_FEW, _BLOCK, _LARGE_BLOCK = (192, 64, 128) if INTERPRETED else (4096, 256, 4096)
-_LOOK = 128 if INTERPRETED else 1024  # of few segments, those that a program looks at together to find its place
+# Segments of a block, at least and at most. Of few segments a program puts down the tiles of one turn of one block, a quarter of them or all, so
+# that no block waits for another; of many those of one turn.
+_BLOCKS = (64, 128) if INTERPRETED else (256, 1024)
+_FEW, _OF_MANY = (192, 128) if INTERPRETED else (4096, 4096)
+_LOOK = 128 if INTERPRETED else 1024  # of few, those that a program looks at together to find its place
 _PER_WARP = 64  # segments of a block
 _AT_ONCE = 64 if INTERPRETED else 132 * 1024 // 32  # warps on an H200 that have 64 registers a thread: more programs would have to wait
+_LOOKED_AT = 512 if INTERPRETED else 2**18  # segments that all of them look at, who do so for more turns than there are
 _FEWEST_TURNS = 2 if INTERPRETED else 64
 
 # A captured graph neither reads nor fills this: its boundaries may change between replays, and its memory is its own.
@@ -59,12 +61,12 @@ def _make(cu_seqlens: Tensor, tokens: int, carries: Tensor) -> Tensor:
     segments, device = cu_seqlens.numel() - 1, cu_seqlens.device
     bounds = bounds_of(tokens, segments)
     slots = torch.empty(sum(bounds), FIELDS.value, dtype=torch.int32 if tokens < 2**31 - WIDTH else torch.int64, device=device)
-    block, look = _BLOCK, min(max(_BLOCK, triton.next_power_of_2(segments)), _LOOK)
-    parts, words = triton.cdiv(segments, block), carries.numel()
-    if segments > _FEW:
-        block, look, parts = _LARGE_BLOCK, _LARGE_BLOCK, 1
+    wanted, words = max(triton.next_power_of_2(segments), 1), carries.numel()
+    block = min(max(wanted // 4, _BLOCKS[0]), _BLOCKS[1]) if segments <= _FEW else _OF_MANY
+    look = max(block, min(wanted, _LOOK))
+    parts = triton.cdiv(segments, block) if segments <= _FEW else 1
     others = 2 * triton.cdiv(segments, block) + triton.cdiv(words, WORDS)
-    at_once = _AT_ONCE // _warps(block) - others
+    at_once = min(_AT_ONCE // _warps(block) - others, _LOOKED_AT // wanted)
     turns = min(bounds[0], tokens // WIDTH + 1, max(at_once // max(parts, 1), _FEWEST_TURNS))
     # Segments that overlap have at most so many tiles.
     wide = slots.dtype == torch.int64 or segments * (tokens // WIDTH + 1) >= 2**31
@@ -85,12 +87,23 @@ def _launcher(block: int, look: int, wide: bool) -> Launcher:
 
 
 @triton.jit
+def _within(boundary, tokens, INTEGER: tl.constexpr):
+    """0 <= boundary <= tokens; of narrow integers by their low words, where a comparison of wide ones takes several instructions."""
+    if boundary.dtype == tl.int64 and INTEGER == tl.int32:  # noqa: SIM300  # a constant of the kernel, not of Python
+        low = tl.minimum(boundary.to(tl.uint32), tl.cast(tokens, tl.uint32)).to(tl.int32)
+        high = (boundary >> 32).to(tl.int32)
+        return tl.where(high == 0, low, tl.where(high < 0, 0, tl.cast(tokens, tl.int32)))
+    else:
+        return tl.minimum(tl.maximum(boundary, 0), tokens).to(INTEGER)
+
+
+@triton.jit
 def _segments_from(first, cu_seqlens, segments, tokens, BLOCK: tl.constexpr, INTEGER: tl.constexpr):
     """(number, first token, length) of BLOCK segments; within the tokens, whatever the boundaries say."""
     segment = first + tl.arange(0, BLOCK)
     there = segment < segments
-    start = tl.minimum(tl.maximum(tl.load(cu_seqlens + segment, mask=there, other=0), 0), tokens).to(INTEGER)
-    stop = tl.minimum(tl.maximum(tl.load(cu_seqlens + segment + 1, mask=there, other=0), 0), tokens).to(INTEGER)
+    start = _within(tl.load(cu_seqlens + segment, mask=there, other=0), tokens, INTEGER)
+    stop = _within(tl.load(cu_seqlens + segment + 1, mask=there, other=0), tokens, INTEGER)
     return segment, start, tl.maximum(stop - start, 0)
 
 
@@ -126,7 +139,8 @@ def _add_both(left, other_left, right, other_right):
 @triton.jit
 def _tiles(length, WIDTH: tl.constexpr, MEDIUM: tl.constexpr):
     """Of each segment, 0 if it is not long."""
-    return tl.where(length > MEDIUM, tl.cdiv(length, WIDTH), 0)
+    unsigned = length.to(tl.uint32 if length.dtype == tl.int32 else tl.uint64)  # so that to divide is to shift
+    return tl.where(length > MEDIUM, tl.cdiv(unsigned, WIDTH).to(length.dtype), 0)
 
 
 @triton.jit
