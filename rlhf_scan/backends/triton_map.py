@@ -19,15 +19,14 @@ from .triton_launch import Launcher, await_previous
 
 # Of a slot: segment, turn of the tile in scan order, the segment's first token, its length, the segment's first slot.
 FIELDS = tl.constexpr(8)
-# Segments of a block, at least and at most. Of few segments a program puts down the tiles of one turn of one block, a quarter of them or all, so
-# that no block waits for another; of many those of one turn.
-_BLOCKS = (64, 128) if INTERPRETED else (256, 1024)
-_FEW, _OF_MANY = (192, 128) if INTERPRETED else (4096, 4096)
-_LOOK = 128 if INTERPRETED else 1024  # of few, those that a program looks at together to find its place
+# A program puts down the tiles of one turn of one part of the segments, block by block. A part is one block unless there are very many, so that
+# few programs wait for much.
+_PARTS = 2 if INTERPRETED else 4  # at most
+_BLOCKS = (64, 128) if INTERPRETED else (256, 4096)  # segments of a block, at least and at most
+_LOOK = 128 if INTERPRETED else 1024  # those that a program looks at together to find its place, at least if there are so many
 _PER_WARP = 64  # segments of a block
 _AT_ONCE = 64 if INTERPRETED else 132 * 1024 // 32  # warps on an H200 that have 64 registers a thread: more programs would have to wait
-_LOOKED_AT = 512 if INTERPRETED else 2**18  # segments that all of them look at, who do so for more turns than there are
-_FEWEST_TURNS = 2 if INTERPRETED else 64
+_FEWEST_TURNS = 2 if INTERPRETED else 32
 
 # A captured graph neither reads nor fills this: its boundaries may change between replays, and its memory is its own.
 _KEPT = WeakTensorKeyDictionary()
@@ -62,15 +61,14 @@ def _make(cu_seqlens: Tensor, tokens: int, carries: Tensor) -> Tensor:
     bounds = bounds_of(tokens, segments)
     slots = torch.empty(sum(bounds), FIELDS.value, dtype=torch.int32 if tokens < 2**31 - WIDTH else torch.int64, device=device)
     wanted, words = max(triton.next_power_of_2(segments), 1), carries.numel()
-    block = min(max(wanted // 4, _BLOCKS[0]), _BLOCKS[1]) if segments <= _FEW else _OF_MANY
-    look = max(block, min(wanted, _LOOK))
-    parts = triton.cdiv(segments, block) if segments <= _FEW else 1
+    block = min(max(wanted // _PARTS, _BLOCKS[0]), _BLOCKS[1])
+    parts = min(triton.cdiv(segments, block), _PARTS)
     others = 2 * triton.cdiv(segments, block) + triton.cdiv(words, WORDS)
-    at_once = min(_AT_ONCE // _warps(block) - others, _LOOKED_AT // wanted)
+    at_once = _AT_ONCE // _warps(block) - others
     turns = min(bounds[0], tokens // WIDTH + 1, max(at_once // max(parts, 1), _FEWEST_TURNS))
     # Segments that overlap have at most so many tiles.
     wide = slots.dtype == torch.int64 or segments * (tokens // WIDTH + 1) >= 2**31
-    launcher = _launcher(block, look, wide)
+    launcher = _launcher(block, max(block, min(wanted, _LOOK)), wide)
     launcher(turns * parts + others, cu_seqlens, slots, carries, segments, tokens, *bounds, turns, parts, words)
     return slots
 
@@ -177,12 +175,13 @@ def _put_turns(
     LOOK: tl.constexpr,
     INTEGER: tl.constexpr,
 ):
-    """The tiles of a turn of a block's long segments, of all if there is one part, and those of every further `turns`-th turn.
+    """The tiles of a turn of a part's long segments, and those of every further `turns`-th turn.
 
     Turn 0 of a segment is where its scan begins.
     """
-    turn, begin = program // parts, program % parts * BLOCK
-    end = segments if parts == 1 else tl.minimum(begin + BLOCK, segments)
+    share = tl.cdiv(tl.cdiv(segments, BLOCK), parts) * BLOCK
+    turn, begin = program // parts, program % parts * share
+    end = tl.minimum(begin + share, segments)
     most, total = tl.cast(turn + 1, INTEGER), tl.zeros([], INTEGER)
     while turn < most:
         slot, before, total, most = _before(begin, cu_seqlens, segments, tokens, turn, WIDTH, MEDIUM, LOOK, INTEGER)
