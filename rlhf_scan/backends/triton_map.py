@@ -26,6 +26,7 @@ _BLOCKS = (64, 128) if INTERPRETED else (256, 4096)  # segments of a block, at l
 _LOOK = 128 if INTERPRETED else 1024  # those that a program looks at together to find its place, at least if there are so many
 _PER_WARP = 64  # segments of a block
 _AT_ONCE = 64 if INTERPRETED else 132 * 1024 // 32  # warps on an H200 that have 64 registers a thread: more programs would have to wait
+_LOOKED_AT = 512 if INTERPRETED else 2**18  # segments, by all programs that run at once
 _FEWEST_TURNS = 2 if INTERPRETED else 32
 
 # A captured graph neither reads nor fills this: its boundaries may change between replays, and its memory is its own.
@@ -64,7 +65,7 @@ def _make(cu_seqlens: Tensor, tokens: int, carries: Tensor) -> Tensor:
     block = min(max(wanted // _PARTS, _BLOCKS[0]), _BLOCKS[1])
     parts = min(triton.cdiv(segments, block), _PARTS)
     others = 2 * triton.cdiv(segments, block) + triton.cdiv(words, WORDS)
-    at_once = _AT_ONCE // _warps(block) - others
+    at_once = min(_AT_ONCE // _warps(block) - others, _LOOKED_AT // wanted)
     turns = min(bounds[0], tokens // WIDTH + 1, max(at_once // max(parts, 1), _FEWEST_TURNS))
     # Segments that overlap have at most so many tiles.
     wide = slots.dtype == torch.int64 or segments * (tokens // WIDTH + 1) >= 2**31
