@@ -10,6 +10,7 @@ import argparse
 import csv
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,11 @@ SECTIONS = (
 )
 BETWEEN = "spin_kernel"  # of torch.cuda._sleep: separates works
 RUN = 8  # tokens of a thread
+HOW = (
+    "One call with boundaries new to it, kernel by kernel from cold caches. DRAM: share of the peak. Traffic: bytes of DRAM, of those that must be "
+    "moved. Instructions: of a thread, of which each has 8 tokens. Issue slots, ALU: busy while a multiprocessor is. Warps: of 64. Stalls: warps "
+    "of a scheduler that wait for that, whenever one issues.\n"
+)
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 COLUMNS = {
     "time": "gpu__time_duration.sum",
@@ -51,27 +57,43 @@ COLUMNS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and write PREFIX.json and PREFIX.md."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.counters", description=__doc__)
+    """Measure, or merge what was measured, and write PREFIX.json and PREFIX.md."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.counters", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", default=",".join(GROUPS), metavar="GROUP,...", help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("counters"), metavar="PREFIX", help="default: %(default)s")
+    parser.add_argument("--render", type=Path, nargs="+", metavar="JSON", help="measure nothing: merge these results, a later one counts")
     parser.add_argument("--called", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.called:
         options.called.write_text(json.dumps(call(plan(options.only.split(",")))))
         return
+    parts = [json.loads(path.read_text()) for path in options.render] if options.render else [measured(options.only)]
+    results = merged(parts)
+    options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    options.out.with_suffix(".md").write_text(markdown(results))
+
+
+def measured(groups: str) -> dict[str, Any]:
+    """Run the works under Nsight Compute."""
+    if shutil.which("ncu") is None:
+        raise SystemExit("needs Nsight Compute: no `ncu` on the PATH; it comes with CUDA's toolkit")
     with tempfile.TemporaryDirectory() as folder:
         log, called = Path(folder, "log"), Path(folder, "called.json")
         command = ["ncu", "--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
         command += [word for section in SECTIONS for word in ("--section", section)]
-        command += ["--log-file", str(log), sys.executable, "-m", "benchmarks.counters", "--only", options.only, "--called", str(called)]
+        command += ["--log-file", str(log), sys.executable, "-m", "benchmarks.counters", "--only", groups, "--called", str(called)]
         subprocess.run(command, check=True)
-        text = log.read_text()
-        options.out.with_suffix(".csv").write_text(text)
-        works = read(json.loads(called.read_text()), text.splitlines())
-    results = {"environment": environment(peers.folder()), "works": works}
-    options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-    options.out.with_suffix(".md").write_text(markdown(results))
+        works = read(json.loads(called.read_text()), log.read_text().splitlines())
+    found = environment(peers.folder())
+    return {"environment": found, "works": [{"commit": found["commit"], **work} for work in works]}
+
+
+def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """As one; a work that was measured again counts as it was measured last."""
+    works = {work["name"]: {"commit": part["environment"]["commit"], **work} for part in parts for work in part["works"]}
+    order = list(GROUPS)
+    found = sorted(works.values(), key=lambda work: order.index(work["group"]) if work["group"] in order else len(order))
+    return {"environment": parts[-1]["environment"], "works": found}
 
 
 def call(works: Sequence[Work]) -> list[dict[str, Any]]:
@@ -117,21 +139,24 @@ def _kernel(row: dict[str, str]) -> dict[str, Any]:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """A table of the works."""
-    lines = ["| work | kernel | us | DRAM | traffic | instructions | issue slots | ALU | warps | stalls |\n", "| --- " * 10 + "|\n"]
-    for work in results["works"]:
-        lines += (f"| {' | '.join(_cells(work, kernel))} |\n" for kernel in work["kernels"])
-    return "".join(lines)
+    """What the columns are, and a row for each kernel of each work."""
+    found = results["environment"]
+    commits = ", ".join(dict.fromkeys(work["commit"] for work in results["works"]))
+    lines = [
+        "# Counters\n",
+        f"{found['device']}, torch {found['versions']['torch']}, triton {found['versions']['triton']}, commit {commits}.\n",
+        HOW,
+    ]
+    lines += ["| work | kernel | us | DRAM | traffic | instructions | issue slots | ALU | warps | stalls |\n" + "| --- " * 10 + "|"]
+    lines += [f"| {' | '.join(_cells(work, kernel))} |" for work in results["works"] for kernel in work["kernels"]]
+    return "\n".join(lines) + "\n"
 
 
 def _cells(work: dict[str, Any], kernel: dict[str, Any]) -> Iterator[str]:
-    def share(name: str) -> str:
-        return f"{kernel[name]:.0f}%" if name in kernel else ""
-
-    yield from (work["name"], kernel["name"], f"{kernel['time'] / 1000:.1f}", share("memory"))
-    yield f"{kernel['bytes_per_second'] * kernel['time'] * 1e-9 / work['bytes']:.2f}"
+    traffic = kernel["bytes_per_second"] * kernel["time"] * 1e-9 / work["bytes"]
+    yield from (work["name"], kernel["name"], f"{kernel['time'] / 1000:.1f}", f"{kernel['memory']:.0f}%", f"{traffic:.2f}")
     yield f"{kernel['instructions'] * 32 * RUN / work['tokens']:.0f}"
-    yield from (share("issuing"), share("alu"), share("warps"))
+    yield from (f"{kernel[name]:.0f}%" for name in ("issuing", "alu", "warps"))
     yield ", ".join(f"{name} {value:.1f}" for name, value in kernel["stalls"].items())
 
 
