@@ -81,7 +81,7 @@ def measured(groups: str) -> dict[str, Any]:
         log, called = Path(folder, "log"), Path(folder, "called.json")
         command = ["ncu", "--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
         command += [word for section in SECTIONS for word in ("--section", section)]
-        command += ["--log-file", str(log), sys.executable, "-m", "benchmarks.counters", "--only", groups, "--called", str(called)]
+        command += ["--log-file", str(log), sys.executable, "-m", f"{__package__}.counters", "--only", groups, "--called", str(called)]
         subprocess.run(command, check=True)
         works = read(json.loads(called.read_text()), log.read_text().splitlines())
     found = environment(peers.folder())
@@ -131,10 +131,14 @@ def read(works: Iterable[dict[str, Any]], lines: Iterable[str]) -> list[dict[str
     return found
 
 
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
 def _kernel(row: dict[str, str]) -> dict[str, Any]:
     kernel: dict[str, Any] = {"name": row["Kernel Name"].split("(")[0]}
-    kernel |= {name: float(row[column].replace(",", "")) for name, column in COLUMNS.items() if row.get(column)}
-    stalls = {match[1]: float(row[column]) for column in row if column and (match := STALL.fullmatch(column)) and row[column]}
+    kernel |= {name: _number(row[column]) for name, column in COLUMNS.items() if row.get(column)}
+    stalls = {match[1]: _number(row[column]) for column in row if column and (match := STALL.fullmatch(column)) and row[column]}
     return kernel | {"stalls": dict(sorted(stalls.items(), key=lambda item: -item[1])[:4])}
 
 
