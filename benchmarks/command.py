@@ -35,7 +35,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     groups = ", ".join(GROUPS)
-    add("--only", type=_groups, metavar="GROUP,...", help=f"among {groups}; without it, all that this machine can run")
+    add("--only", type=group_names, metavar="GROUP,...", help=f"among {groups}; without it, all that this machine can run")
     add(
         "--out",
         type=Path,
@@ -112,7 +112,8 @@ def _names(text: str) -> tuple[str, ...]:
     return _among([provider.name for provider in all_providers()], text)
 
 
-def _groups(text: str) -> tuple[str, ...]:
+def group_names(text: str) -> tuple[str, ...]:
+    """Those in `text`, by commas; each must be one of a group of works."""
     return _among(list(GROUPS), text)
 
 

@@ -22,9 +22,10 @@ import torch
 
 from . import measure, providers
 from .batches import batches
-from .command import plan
+from .command import group_names, plan
 from .environment import environment
 from .providers import peers
+from .works import GROUPS as ALL_GROUPS
 from .works import Work
 
 GROUPS = ("packed", "bf16", "returns", "mixed")
@@ -59,13 +60,13 @@ COLUMNS = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, or merge what was measured, and write PREFIX.json and PREFIX.md."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.counters", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", default=",".join(GROUPS), metavar="GROUP,...", help="default: %(default)s")
+    parser.add_argument("--only", type=group_names, default=GROUPS, metavar="GROUP,...", help=f"default: {','.join(GROUPS)}")
     parser.add_argument("--out", type=Path, default=Path("counters"), metavar="PREFIX", help="default: %(default)s")
     parser.add_argument("--render", type=Path, nargs="+", metavar="JSON", help="measure nothing: merge these results, a later one counts")
     parser.add_argument("--called", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.called:
-        options.called.write_text(json.dumps(call(plan(options.only.split(",")))))
+        options.called.write_text(json.dumps(call(plan(options.only))))
         return
     parts = [json.loads(path.read_text()) for path in options.render] if options.render else [measured(options.only)]
     results = merged(parts)
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.out.with_suffix(".md").write_text(markdown(results))
 
 
-def measured(groups: str) -> dict[str, Any]:
+def measured(groups: Sequence[str]) -> dict[str, Any]:
     """Run the works under Nsight Compute."""
     if shutil.which("ncu") is None:
         raise SystemExit("needs Nsight Compute: no `ncu` on the PATH; it comes with CUDA's toolkit")
@@ -81,7 +82,17 @@ def measured(groups: str) -> dict[str, Any]:
         log, called = Path(folder, "log"), Path(folder, "called.json")
         command = ["ncu", "--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
         command += [word for section in SECTIONS for word in ("--section", section)]
-        command += ["--log-file", str(log), sys.executable, "-m", f"{__package__}.counters", "--only", groups, "--called", str(called)]
+        command += [
+            "--log-file",
+            str(log),
+            sys.executable,
+            "-m",
+            f"{__package__}.counters",
+            "--only",
+            ",".join(groups),
+            "--called",
+            str(called),
+        ]
         subprocess.run(command, check=True)
         works = read(json.loads(called.read_text()), log.read_text().splitlines())
     found = environment(peers.folder())
@@ -91,8 +102,7 @@ def measured(groups: str) -> dict[str, Any]:
 def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """As one; a work that was measured again counts as it was measured last."""
     works = {work["name"]: {"commit": part["environment"]["commit"], **work} for part in parts for work in part["works"]}
-    order = list(GROUPS)
-    found = sorted(works.values(), key=lambda work: order.index(work["group"]) if work["group"] in order else len(order))
+    found = sorted(works.values(), key=lambda work: list(ALL_GROUPS).index(work["group"]))
     return {"environment": parts[-1]["environment"], "works": found}
 
 
