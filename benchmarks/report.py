@@ -64,7 +64,9 @@ def merged(parts: Sequence[Results]) -> Results:
     for field in ("copy_bandwidth", "providers"):
         whole[field] = {key: value for part in parts for key, value in part[field].items()}
     versions = {name: version for part in parts for name, version in part["environment"]["versions"].items()}
-    commits = dict.fromkeys(part["environment"]["commit"] for part in parts)
+    counted = {row["commit"] for work in whole["works"] for row in work["rows"]}
+    named = dict.fromkeys(commit for part in parts for commit in part["environment"]["commit"].split(", "))  # by results that were merged
+    commits = [commit for commit in named if commit in counted]
     whole["environment"] = {**parts[-1]["environment"], "versions": versions, "commit": ", ".join(commits)}
     whole["quick"] = any(part["quick"] for part in parts)
     return whole
@@ -106,7 +108,8 @@ def _how() -> str:
         "Microseconds of one call, the median of samples that take turns among the providers, ± half the distance between quartiles. On a GPU: "
         "replays of a CUDA graph of many calls over inputs that rotate past the L2 cache (outputs are allocated inside it); q: calls queued behind "
         "a delay instead; w: the clock on the wall. %: the floor, every input read once and every output written once at the copy bandwidth "
-        "measured in the same run, as a share of the time. Every provider was first checked on these inputs against float64 loops; a wrong one "
+        "measured in the same run, as a share of the time. A provider timed by the clock on the wall, which counts the host, is compared with our "
+        "full calls. Every provider was first checked on these inputs against float64 loops; a wrong one "
         "is not timed."
     )
 
@@ -158,10 +161,11 @@ def _full(row: dict[str, Any] | None) -> str:
 
 
 def _ahead(rows: dict[str, dict[str, Any]]) -> str:
-    others = [row["time"] for name, row in rows.items() if not name.startswith("ours") and "time" in row]
-    if not others or "time" not in rows.get("ours", {}):
+    ours = rows.get("ours", {})
+    if "time" not in ours:
         return ""
-    return f"{ratio(min(others) / rows['ours']['time'])}"
+    others = [targets.times_as_long(row, ours) for name, row in rows.items() if not name.startswith("ours") and "time" in row]
+    return ratio(min(others)) if others else ""
 
 
 def _note(row: dict[str, Any], work: dict[str, Any]) -> str | None:

@@ -8,7 +8,11 @@ from types import MethodType
 from typing import Any
 
 from torch import Tensor
-from transformers import TrainerCallback
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError(f"rlhf_scan.integrations.trl needs TRL ({error}); pip install 'rlhf-scan[trl]'") from error
 
 from rlhf_scan.checks import check_option
 from rlhf_scan.engine import Engine, LocalEngine

@@ -221,10 +221,12 @@ def _per_sequence(layout: Layout, name: str, tensor: object) -> Tensor | None:
     if given.dtype.is_complex:
         raise InputError(f"{OP}: {name} must be real numbers, got {given.dtype}; convert it with .float()")
     if given.shape != (layout.segments,):
-        raise InputError(
-            f"{OP}: {name} must have shape [{layout.segments}], one entry per sequence, got {list(given.shape)}; "
-            + ("squeeze it" if given.numel() == layout.segments else "pass rewards per token as rewards=, or one number per sequence")
-        )
+        remedy = "pass rewards per token as rewards=, or one number per sequence"
+        if given.numel() == layout.segments:
+            remedy = "squeeze it"
+        elif layout.boundaries is None and len(layout.shape) == 1:
+            remedy = "without segments= all tokens are one sequence: pass Segments, which say where each of a pack lies"
+        raise InputError(f"{OP}: {name} must have shape [{layout.segments}], one entry per sequence, got {list(given.shape)}; {remedy}")
     if given.device != layout.device:
         raise InputError(
             f"{OP}: {name} must be on {layout.device} like logprobs, got {given.device}; move it with .to({str(layout.device)!r})"

@@ -119,7 +119,8 @@ def _integers(constructor: str, name: str, values: Tensor | Sequence[int]) -> Te
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"Segments.{constructor}: {name} must be integers, got {values!r:.80}; pass a 1-D list or tensor") from error
     if tensor.dtype not in _INTEGERS:
-        raise InputError(f"Segments.{constructor}: {name} must be an integer tensor, got {tensor.dtype}; convert it with .long()")
+        remedy = "pass boundaries or ids, not a mask" if tensor.dtype == torch.bool else "convert it with .long()"
+        raise InputError(f"Segments.{constructor}: {name} must be an integer tensor, got {tensor.dtype}; {remedy}")
     if not torch.compiler.is_compiling() and tensor.layout is not torch.strided:
         raise InputError(f"Segments.{constructor}: {name} must be dense, got {tensor.layout}; convert it with .to_dense()")
     return tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import report, targets
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "README.md"
@@ -31,10 +31,10 @@ def table(results: dict[str, Any]) -> str:
         work = next((work for work in results["works"] if work["group"] == group and work["name"].startswith(name)), None)
         if work is None:
             continue
-        times = {row["provider"]: row["time"] for row in work["rows"] if "time" in row}
         (ours,) = (row for row in work["rows"] if row["provider"] == "ours")
-        others = sorted((time, other) for other, time in times.items() if not other.startswith("ours"))
-        faster = ", ".join(f"{other} {report.ratio(time / ours['time'])}" for time, other in others)
+        timed = [row for row in work["rows"] if "time" in row and not row["provider"].startswith("ours")]
+        others = sorted((targets.times_as_long(row, ours), row["provider"]) for row in timed)
+        faster = ", ".join(f"{other} {report.ratio(times)}" for times, other in others)
         lines.append(_line([words, f"{report.number(ours['time'])} us", f"{ours['share']:.0%}", faster]))
     return "".join(lines)
 
@@ -43,7 +43,7 @@ def update(results: dict[str, Any]) -> str:
     """The table's last row: a whole PPO update at the longest responses that were measured."""
     row = max(results["rows"], key=lambda row: row["length"])
     millions = round(results["parameters"] / 1e6)
-    words = f"A PPO update of {millions}M-parameter models, {row['responses']} responses of {row['length']} tokens"
+    words = f"A PPO update, generation left out, of {millions}M-parameter models, {row['responses']} responses of {row['length']} tokens"
     return _line([words, f"{row['ours']['step']:.3g} s", "", f"TRL's block [{row['gain']:.3g} x](benchmarks/results/{UPDATE.stem}.md)"])
 
 

@@ -19,6 +19,7 @@ from rlhf_scan.requests import LAYOUTS, CreditRequest, CreditResult
 from .problems import Problem
 
 _KEY = re.compile(rb'"(\w+)"\s*:')
+_NO_NUMBER = re.compile(rb"NaN|nan|[Ii]nf")
 _SHAPE = "a list [..] for a pack or one row, or equally long lists [[..], [..]] for rows"
 _ALLOWED: dict[str, tuple[set[type], str]] = {
     "integer": ({int}, "integers"),
@@ -35,10 +36,11 @@ def request_from_json(op: str, body: bytes) -> CreditRequest:
     except orjson.JSONDecodeError as error:
         keys = _KEY.findall(body, 0, error.pos)
         where = f" after the key {keys[-1].decode()!r}" if keys else ""
+        number = _NO_NUMBER.search(body, max(0, error.pos - 2), error.pos + 9)
+        remedy = "NaN and Infinity are no JSON: write 0 there and mask it" if number else "check its brackets, quotes and commas there"
         raise Problem(
             400,
-            f"{op}: the body must be JSON in UTF-8, got {error.msg} at character {error.pos}{where}; "
-            "NaN and Infinity are no JSON: write 0 there and mask it",
+            f"{op}: the body must be JSON in UTF-8, got {error.msg} at character {error.pos}{where}; {remedy}",
         ) from error
     document = _object(op, "the body", document)
     unknown = [key for key in document if key not in ("tensors", "params")]

@@ -189,7 +189,8 @@ def test_targets_are_what_was_measured() -> None:
     assert verdicts({**result(packed[0]), "rows": [{"provider": "ours", "wrong": "it is"}]}) == {name: ["-", "not measured"]}
     long = [work for work in GROUPS["long"]() if work.segments == 1]
     found = [result(long[0], ours=10.0, rl_triton=1000.0), result(long[1], ours=40.0, rl_triton=1000.0)]
-    assert verdicts(*found) == {"GAE, few long: 1 x 1048576": ["100 x, 10.0 us", "aim"]}
+    few = "GAE, few long, lam {}: 1 x 1048576"
+    assert verdicts(*found) == {few.format(0.95): ["100 x, 10.0 us", "aim"], few.format(1): ["25 x, 40.0 us", "no"]}
     with_returns = {"rl-triton + returns": 5.0, "PufferLib + returns": 4.1}
     grid = [result(work, ours=2.0, rl_triton=5.0, PufferLib=3.9, **with_returns) for work in GROUPS["grid"]()]
     ahead = ["40 of 40, 40 of 40 by 2 x", "aim"]
@@ -199,9 +200,13 @@ def test_targets_are_what_was_measured() -> None:
     del grid[7]["rows"][2]
     assert list(verdicts(*grid).values()) == [ahead, ["-", "not measured"]]
     growth = [result(work, ours=work.segments * (1.1 if work.segments == 128 else 1.0)) for work in GROUPS["growth"]()]
-    assert list(verdicts(*growth).values()) == [["10%", "at least"]]
+    assert list(verdicts(*growth).values()) == [["10% more for few tokens", "at least"]]
     block = [result(work, ours=80.0, TRL=160_100.0) for work in GROUPS["ppo"]()]
     assert [found[1:] for found in verdicts(*block).values()] == [["at least"], ["at least"]]
+    trl = block[-1]["rows"]
+    trl[1]["how"], trl[0]["full"] = "wall", 100.0  # where the host counts it counts on both sides
+    assert [found[0] for found in verdicts(block[-1]).values()] == ["1,601 x"]
+    assert report._ahead({row["provider"]: row for row in trl}) == "1,601 x"
     block[1] = result(list(GROUPS["ppo"]())[1], ours=92.0)
     assert [found[1:] for found in verdicts(*block[:3]).values()] == [["no"]]
     host = [result(work, ours=2.0) for work in GROUPS["host"]()]
@@ -277,7 +282,9 @@ def test_readmes_table_is_that_of_the_committed_results(monkeypatch: pytest.Monk
     assert table.count("60.0 us | 83% | rl-triton 2 x |") == len(table_script.ROWS)
     rows = [{"length": length, "responses": 4, "ours": {"step": 0.5}, "gain": length / 100} for length in (200, 700, 300)]
     row = table_script.update({"rows": rows, "parameters": 109_600_000})
-    assert row.startswith("| A PPO update of 110M-parameter models, 4 responses of 700 tokens | 0.5 s |  | TRL's block [7 x](")
+    assert row.startswith(
+        "| A PPO update, generation left out, of 110M-parameter models, 4 responses of 700 tokens | 0.5 s |  | TRL's block [7 x]("
+    )
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import counters
+from rlhf_scan.benchmarks import counters
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "counters"
 STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"

@@ -268,6 +268,12 @@ def test_wrong_arguments(wrong: dict[str, Any], message: str) -> None:
         ppo_advantages(**rows() | wrong)
 
 
+def test_a_pack_that_is_not_said_to_be_one() -> None:
+    flat = {name: value.flatten() if value.dim() == 2 else value for name, value in rows().items()}
+    with pytest.raises(InputError, match=r"scores must have shape \[1\].*, got \[2\]; without segments= all tokens are one sequence"):
+        ppo_advantages(**flat)
+
+
 def test_no_reference_policy_no_penalty(backend: str) -> None:
     call = on_device(rows(), backend)
     call["logprobs"][0, 0] = float("nan")  # which nothing reads then

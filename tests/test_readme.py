@@ -97,5 +97,12 @@ def test_make_targets() -> None:
     subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, check=True, capture_output=True, timeout=60)
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))]
+    local = [target for target in targets if target and "://" not in target]
+    assert [target for target in local if not (page.parent / target).exists()] == []
+
+
 def test_length() -> None:
     assert len(README.splitlines()) < 120

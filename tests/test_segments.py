@@ -211,7 +211,7 @@ def test_boundaries(segments: Segments, boundaries: list[int]) -> None:
             lambda: Segments.from_cu_seqlens(torch.tensor([0.0, 2.0])),
             r"cu_seqlens must be an integer tensor, got torch.float32; convert it",
         ),
-        (lambda: Segments.from_cu_seqlens(torch.tensor([False, True])), "cu_seqlens must be an integer tensor, got torch.bool"),
+        (lambda: Segments.from_cu_seqlens(torch.tensor([False, True])), "got torch.bool; pass boundaries or ids, not a mask"),
         (lambda: Segments.from_cu_seqlens("abc"), "cu_seqlens must be integers, got 'abc'"),  # type: ignore[arg-type]
         (lambda: Segments.from_cu_seqlens(None), "cu_seqlens must be integers, got None"),  # type: ignore[arg-type]
         (lambda: Segments.from_lengths([2, -1]), "lengths must be >= 0, got -1"),

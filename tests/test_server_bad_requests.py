@@ -65,10 +65,10 @@ def nested(depth: int) -> list[Any]:
     [
         (b"", 400, "no bytes"),
         (b"{", 400, "JSON"),
-        (b'{"tensors": {"rewards": [0.0, NaN], "values": [0, 0]}}', 400, "after the key 'rewards'"),
-        (b'{"tensors": {"rewards": [0.0, 1], "values": [0, -Infinity]}}', 400, "after the key 'values'"),
+        (b'{"tensors": {"rewards": [0.0, NaN], "values": [0, 0]}}', 400, "after the key 'rewards'; NaN and Infinity are no JSON"),
+        (b'{"tensors": {"rewards": [0.0, 1], "values": [0, -Infinity]}}', 400, "after the key 'values'; NaN and Infinity are no JSON"),
         (b'{"tensors": {"rewards": [0.0, 1], "values": [0, 1e400]}}', 400, "after the key 'values'"),
-        (b'{"tensors": {"rewards": [0.0, 1]', 400, "after the key 'rewards'"),
+        (b'{"tensors": {"rewards": [0.0, 1]', 400, "after the key 'rewards'; check its brackets"),
         (b'{"tensors": {"rewards": ["\xff\xfe"]}}', 400, "UTF-8"),
         (b"\xff\xfe{\x00}\x00", 400, "UTF-8"),
         (pickle.dumps(GOOD), 400, "JSON"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -135,3 +137,10 @@ def test_added_again_after_removal(make: Any) -> None:
 def test_an_unknown_scope(make: Any) -> None:
     with pytest.raises(InputError, match=r"AdvantageCallback: scope must be one of \['advantages', 'rewards'\], got 'everything'"):
         AdvantageCallback(make(), scope="everything")
+
+
+def test_without_trl_it_says_what_to_install() -> None:
+    program = "import sys; sys.modules['transformers'] = None; import rlhf_scan.integrations.trl"
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert "ImportError: rlhf_scan.integrations.trl needs TRL" in finished.stderr
+    assert "pip install 'rlhf-scan[trl]'" in finished.stderr
