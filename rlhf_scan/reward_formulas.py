@@ -51,7 +51,7 @@ def absolute(log_ratio):
 
 
 def shaped_reward(reward, score, kl, kl_coef):
-    """r_t + the sequence's score where it belongs - kl_coef * KL_t."""
+    """r_t + the sequence's score where it belongs - kl_coef * KL_t; the coefficient is 0 where no KL counts, whatever the sequence's is."""
     return reward + score - kl_coef * kl
 
 

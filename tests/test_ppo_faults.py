@@ -86,3 +86,31 @@ def test_a_token_reward_after_the_end_is_no_reward(backend: str) -> None:
         result = ppo_advantages(**on_device({**call, "rewards": rewards}, backend), preset="trl", whiten_advantages="off", backend=backend)
         assert result.rewards.tolist() == [[1.0, 2.0, 0.0]]
         assert result.report.first_nonfinite() is None
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "drop", "raise", "zero"])
+@pytest.mark.parametrize("whitened", ["off", "unbiased"])
+def test_a_coefficient_that_no_kl_is_multiplied_by(whitened: str, nonfinite: str, backend: str) -> None:
+    """An empty response has one step after its end, with its score and without KL."""
+    zeros, mask = torch.zeros(2, 3), torch.tensor([[True, True, False], [False, False, False]])
+    call = {"logprobs": zeros + 0.5, "ref_logprobs": zeros, "values": zeros + 1, "scores": torch.ones(2), "mask": mask}
+    options: dict[str, Any] = {"score_at": "post_eos", "nonfinite": nonfinite, "whiten_rewards": whitened, "backend": backend}
+    bad, good = (ppo_advantages(**on_device(call | {"kl_coef": torch.tensor([0.1, number])}, backend), **options) for number in (NAN, 0.1))
+    for name in ("advantages", "returns", "rewards"):
+        torch.testing.assert_close(getattr(bad, name), getattr(good, name), rtol=0, atol=0)
+    assert bad.report["nonfinite_sequences"] == 0
+
+
+def test_an_infinite_coefficient_is_not_multiplied_by_the_kl_of_masked_tokens(backend: str) -> None:
+    ones, mask = torch.ones(1, 4), torch.tensor([[True, False, True, True]])
+    call = {
+        "logprobs": ones,
+        "ref_logprobs": ones * 0.5,
+        "values": ones,
+        "scores": torch.ones(1),
+        "mask": mask,
+        "kl_coef": torch.tensor([math.inf]),
+    }
+    found = ppo_advantages(**on_device(call, backend), masked="zero", whiten_advantages="off", backend=backend)
+    assert found.rewards.tolist() == [[-math.inf, 0.0, -math.inf, -math.inf]]
+    assert found.advantages.tolist() == [[-math.inf, 0.0, -math.inf, -math.inf]]

@@ -185,10 +185,11 @@ def _shape(bounds, mask, inputs, per_sequence, places, limits, options, numbers,
             if not steps and t != slot:
                 continue
             offset = (t - start) * _FAULTS
-            kl, reward = nothing, nothing
+            kl, kl_coef, reward = nothing, nothing, nothing
             if len(logprobs) > 0 and (trainable or (steps and kl_everywhere)):
                 kl, found, limited = _penalty(kind, logprobs[t], ref_logprobs[t], limits)
                 cut += limited
+                kl_coef = per_sequence[1][sequence]
                 if found >= 0:
                     fault = min(fault, offset + found)
                     kl = nothing if zero else kl
@@ -200,7 +201,7 @@ def _shape(bounds, mask, inputs, per_sequence, places, limits, options, numbers,
                     fault = min(fault, offset + _REWARDS)
                     reward = nothing if zero else reward
             score = per_sequence[0][sequence] if t == place else nothing
-            rewards[t] = _shaped_reward(reward, score, kl, per_sequence[1][sequence])
+            rewards[t] = _shaped_reward(reward, score, kl, kl_coef)
             if trainable:
                 kls[t] = kl
                 total += kl

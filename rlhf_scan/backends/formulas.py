@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import dis
 from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
@@ -15,18 +17,35 @@ def compiled_formula(
 ) -> Any:
     """`formula` as `compile` makes it.
 
-    The backend's `own` functions stand in place of those names; what else it calls is compiled too, and module constants become what
-    `constant` makes of them.
+    The backend's `own` functions stand in place of rlhf_scan's of those names, however the formula's module calls these, and of names that are
+    no function of its module; what else it calls is compiled too, and module constants become what `constant` makes of them.
     """
-    if not isinstance(formula, FunctionType):
-        raise TypeError(f"a formula must be a plain Python function, got {formula!r}")
-    scope = {**formula.__globals__, **own}
-    for name in set(formula.__code__.co_names) - set(own):
+    formula = _plain(formula)
+    scope = {**formula.__globals__, **{name: it for name, it in own.items() if not isinstance(formula.__globals__.get(name), FunctionType)}}
+    for name in {step.argval for step in dis.get_instructions(formula) if step.opname == "LOAD_GLOBAL"}:
         named = scope.get(name)
         if isinstance(named, FunctionType):
-            scope[name] = compiled_formula(named, own, compile, constant)
-        elif isinstance(named, int | float):
+            ours = named.__module__.startswith("rlhf_scan.") and named.__name__ in own
+            scope[name] = own[named.__name__] if ours else compiled_formula(named, own, compile, constant)
+        elif name not in own and isinstance(named, int | float):
             scope[name] = constant(named)
-    copy = FunctionType(formula.__code__, scope, formula.__name__)
+        elif name not in scope and name != "float" and callable(getattr(builtins, name, None)):
+            raise TypeError(
+                f"a formula must call exp, minimum and functions of its module, got {name} in {formula.__qualname__}; use these"
+            )
+    copy = FunctionType(formula.__code__, scope, formula.__name__, formula.__defaults__)
+    copy.__kwdefaults__ = formula.__kwdefaults__
     copy.__module__, copy.__qualname__, copy.__doc__ = formula.__module__, formula.__qualname__, formula.__doc__
     return compile(copy)
+
+
+def _plain(formula: Callable[..., Any]) -> FunctionType:
+    """`formula`, if it is what every backend can compile."""
+    if not isinstance(formula, FunctionType) or formula.__name__ == "<lambda>":
+        raise TypeError(f"a formula must be a plain Python function, made by def, got {formula!r}")
+    if formula.__closure__ is not None:
+        names = ", ".join(formula.__code__.co_freevars)
+        raise TypeError(
+            f"a formula must use its arguments and its module alone, got {formula.__qualname__}, which uses {names} of a function"
+        )
+    return formula

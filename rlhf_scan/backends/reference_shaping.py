@@ -80,10 +80,11 @@ class _Outputs:
         if not steps and t != self.slot[sequence]:
             return
         faults: list[str] = []
-        kl = reward = 0.0
+        kl = reward = kl_coef = 0.0
         if self.logprobs and (trainable or (steps and self.call.kl_everywhere)):
             kl, cut = _penalty(self.call, self.logprobs[t], self.ref_logprobs[t], faults)
             self.clamped[sequence] += cut
+            kl_coef = self.kl_coef[sequence]
         if not math.isfinite(self.values[t]):
             faults.append("values")
         if steps and self.token_rewards:
@@ -92,7 +93,7 @@ class _Outputs:
                 faults.append("rewards")
                 reward = 0.0 if self.call.zero_faults else reward
         score = self.score[sequence] if t == self.place[sequence] else 0.0
-        self.rewards[t] = shaped_reward(reward, score, kl, self.kl_coef[sequence])
+        self.rewards[t] = shaped_reward(reward, score, kl, kl_coef)
         if trainable:
             self.kl[t] = kl
             self.kl_sum[sequence] += kl

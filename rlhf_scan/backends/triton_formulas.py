@@ -34,7 +34,8 @@ def _maximum(x, y):
     return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
-_OWN = {"exp": _exp, "minimum": _minimum, "maximum": _maximum, "tl": tl}
+# The interpreter looks for the language among what a function sees, under whatever name.
+_OWN = {"exp": _exp, "minimum": _minimum, "maximum": _maximum, "_triton_language": tl}
 
 
 def jit_formula(formula: Callable[..., Any], own: Mapping[str, Any] | None = None) -> Any:
@@ -59,22 +60,30 @@ class _Plain(ast.NodeTransformer):
         node.annotation = None
         return node
 
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         """That of a variable."""
         self.found = True
-        return None if node.value is None else ast.copy_location(ast.Assign([node.target], node.value), node)
+        return ast.Pass() if node.value is None else ast.Assign([node.target], node.value)
 
 
 def _jit(formula: FunctionType) -> Any:
     """Triton evaluates annotations as if they were statements of the kernel, so it gets a formula without them."""
+    try:
+        source = inspect.getsource(formula)
+    except OSError as error:
+        raise TypeError(
+            f"a formula must lie in a file, from which Triton compiles it, got {formula.__qualname__} without source"
+        ) from error
     plain = _Plain()
-    tree = plain.visit(ast.parse(textwrap.dedent(inspect.getsource(formula))))
+    tree = plain.visit(ast.parse(textwrap.dedent(source)))
     if not plain.found:
         return triton.jit(formula)
+    function = tree.body[0]
+    function.decorator_list = []  # they made `formula`, whose code it is
     source = ast.unparse(ast.fix_missing_locations(tree)) + "\n"
     name = f"<{formula.__module__}.{formula.__qualname__}, {hash(source):x}>"
     linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name  # where Triton looks for it
     made: dict[str, Any] = {}
     exec(compile(source, name, "exec"), formula.__globals__, made)
-    made[formula.__name__].__module__ = formula.__module__
-    return triton.jit(made[formula.__name__])
+    made[function.name].__module__ = formula.__module__
+    return triton.jit(made[function.name])

@@ -209,9 +209,8 @@ def _shape_rewards(staged, here, where, kept, ALIGNED, TILED, REVERSE, ROWS, WID
         test += log_ratio - log_ratio
         if KL_EVERYWHERE:
             test += kl - kl
-    shaped = shaped_reward(
-        reward, tl.where(_is_at(place, sequence, origin, at), tl.load(score + sequence), 0.0), kl, tl.load(kl_coef + sequence)
-    )
+    score_here = tl.where(_is_at(place, sequence, origin, at), tl.load(score + sequence), 0.0)
+    shaped = shaped_reward(reward, score_here, kl, tl.where(on, tl.load(kl_coef + sequence), 0.0))
     counted_kl = tl.where(live, kl, 0.0) if KL_EVERYWHERE else kl
     store_runs(rewards, origin, tail, tl.where(kept, shaped, 0.0), ALIGNED, TILED, REVERSE, ROWS, WIDTH)
     store_runs(kls, origin, tail, counted_kl, ALIGNED, TILED, REVERSE, ROWS, WIDTH)

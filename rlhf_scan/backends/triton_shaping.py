@@ -167,8 +167,10 @@ def _shape(
         value = tl.load(inputs[2] + token, mask=read, other=0).to(DTYPE)
         fault = with_fault(fault, is_finite(value) == 0, offset, 3)
         kl = tl.zeros([BLOCK], DTYPE)
+        coefficient = kl
         if inputs[0] is not None:
             on = steps if KL_EVERYWHERE else live
+            coefficient = tl.where(on, kl_coef, 0.0)
             logprob = tl.load(inputs[0] + token, mask=on, other=0).to(DTYPE)
             ref_logprob = tl.load(inputs[1] + token, mask=on, other=0).to(DTYPE)
             log_ratio = logprob - ref_logprob
@@ -186,7 +188,7 @@ def _shape(
             fault = with_fault(fault, is_finite(reward) == 0, offset, 4)
             if ZERO_FAULTS:
                 reward = tl.where(is_finite(reward), reward, 0.0)
-        shaped = shaped_reward(reward, tl.where(token == place, score, 0.0), kl, kl_coef)
+        shaped = shaped_reward(reward, tl.where(token == place, score, 0.0), kl, coefficient)
         kl = tl.where(live, kl, 0.0)
         total += kl
         tl.store(rewards + token, tl.where(read, shaped, 0.0), mask=there)
