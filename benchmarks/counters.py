@@ -41,9 +41,14 @@ SECTIONS = (
 BETWEEN = "spin_kernel"  # of torch.cuda._sleep: separates works
 RUN = 8  # tokens of a thread
 HOW = (
-    "One call with boundaries new to it, kernel by kernel from cold caches. DRAM: share of the peak. Traffic: bytes of DRAM, of those that must be "
-    "moved. Instructions: of a thread, of which each has 8 tokens. Issue slots, ALU: busy while a multiprocessor is. Warps: of 64. Stalls: warps "
-    "of a scheduler that wait for that, whenever one issues.\n"
+    "One call with boundaries new to it, kernel by kernel from cold caches: `_fill_slots` makes the map of the pack's tiles, `scan_pack` does "
+    "all else.\n\n"
+    "- DRAM: its throughput, of the peak. Traffic: bytes that went to or from it, of those that a call must read and write.\n"
+    "- Instructions: how many a thread executes for its 8 tokens.\n"
+    "- Issue slots, ALU: how much of the time they are busy while a multiprocessor has work; the ALU does comparisons, selects and integers.\n"
+    "- Warps: how many of the 64 that a multiprocessor could hold are there.\n"
+    "- Stalls: what the warps of a scheduler wait for, and how many on average: `long_scoreboard` memory, `short_scoreboard` shared memory or a "
+    "shuffle, `barrier` the others of its program, `wait` the last instruction, `math_pipe_throttle` the ALU; `not_selected` waits for nothing but its turn.\n"
 )
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 COLUMNS = {

@@ -169,12 +169,13 @@ def markdown(report: dict[str, Any]) -> str:
     found, sizes = report["environment"], report["sizes"]
     updates = " or ".join(str(count) for count in sorted({len(row["ours"]["steps"]) for row in report["rows"]}))
     lines = [
+        "# A PPO update, end to end\n\n"
         "One PPO update (log-probabilities and values of the rollout, advantage block, an epoch forward and backward, optimizer steps) "
         f"on {found['device']}: "
         f"policy and value model of {report['parameters'] / 1e6:.0f}M parameters each ({sizes['layers']} layers, width {sizes['width']}), about "
         f"{sizes['tokens']:,} tokens an update, bfloat16 autocast on a GPU; generation is left out. Median of {updates} updates, in turn. "
         f"torch {found['versions']['torch']}, commit {found['commit']}, {found['date']}.\n\n",
-        "| responses x length | step with TRL's block, s | the block, s | its share | step with ours, s | the block, s | its share | gain |\n",
+        "| responses x length | update, s | TRL's block, s | its share | update with ours, s | our block, s | its share | gain |\n",
         "| --- | --- | --- | --- | --- | --- | --- | --- |\n",
     ]
     for row in report["rows"]:

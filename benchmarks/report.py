@@ -98,9 +98,17 @@ def _where(results: Results) -> str:
     bandwidth = ", ".join(f"{device} {value / 1e12:.3g} TB/s" for device, value in results["copy_bandwidth"].items())
     quick = " A quick run: few samples." if results["quick"] else ""
     return (
-        f"{found['device']} (clocks now, at most, memory now, at most, driver: {found['clocks']}), {found['processor']}, {found['threads']} threads. "
+        f"{found['device']}{_clocks(found['clocks'])}, {found['processor']}, {found['threads']} threads. "
         f"Copy bandwidth: {bandwidth}. {versions}. Commit {found['commit']}, {found['date']}.{quick}"
     )
+
+
+def _clocks(text: str) -> str:
+    """As nvidia-smi gives them: now and at most, of the multiprocessors and of the memory; then the driver."""
+    parts = text.split(", ")
+    if len(parts) != 5:
+        return ""
+    return f" (clock {parts[0]} before the run, {parts[1]} at most; memory {parts[2]}, {parts[3]} at most; driver {parts[4]})"
 
 
 def _how() -> str:
