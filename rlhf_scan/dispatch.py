@@ -89,7 +89,7 @@ def _inputs(layout: checks.Layout, entry: Estimator, tensors: Mapping[str, Any],
     per_action = checks.per_action(layout, [key for key in entry.per_action if key in tensors], tensors)
     made: dict[str, Tensor] = {}
     if entry.expectation is not None and entry.continuation is not None:
-        made[entry.continuation] = torch.ops.rlhf_scan.expectation(*(per_action[key] for key in entry.expectation), backend)
+        made[entry.continuation] = ops.expectation(per_action[entry.expectation[0]], per_action[entry.expectation[1]], backend)
     chosen = {key: checks.per_token_action(layout, key, tensors[key]) for _, key in entry.choices.values() if key in tensors}
     made |= made_choices(entry, {**tensors, **per_action, **chosen}, backend)
     return [made[key] if key in made else checks.per_token(layout, key, tensors[key]) for key in entry.inputs]
@@ -100,7 +100,7 @@ def made_choices(entry: Estimator, tensors: Mapping[str, Tensor], backend: str) 
     made: dict[str, Tensor] = {}
     for key, (probabilities, actions) in entry.choices.items():
         if key not in tensors:
-            logprobs = torch.ops.rlhf_scan.chosen_logprobs(tensors[probabilities], tensors[actions].contiguous().flatten(), backend)
+            logprobs = ops.chosen_logprobs(tensors[probabilities], tensors[actions].contiguous().flatten(), backend)
             made[key] = logprobs.reshape(tensors[actions].shape)
     return made
 

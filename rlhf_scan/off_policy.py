@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import replays
 from .dispatch import estimate
 from .segments import Segments
 
@@ -208,20 +210,23 @@ def retrace_from_policy(
 
     Munos et al. 2016, Safe and Efficient Off-Policy Reinforcement Learning.
     """
-    return Retrace(
-        *estimate(
+    tensors = {
+        "rewards": rewards,
+        "q_values": q_values,
+        "next_q": next_q,
+        "target_probs": target_probs,
+        "behavior_logprobs": behavior_logprobs,
+        "target_logprobs": target_logprobs,
+        "policy_probs": policy_probs,
+        "actions": actions,
+    }
+    rates = {"gamma": gamma, "lam": lam, "c_bar": c_bar, "rho_bar": rho_bar}
+
+    def run() -> tuple[tuple[Tensor, ...], Callable[[], None]]:
+        targets_and_advantages = estimate(
             "retrace_from_policy",
-            {
-                "rewards": rewards,
-                "q_values": q_values,
-                "next_q": next_q,
-                "target_probs": target_probs,
-                "behavior_logprobs": behavior_logprobs,
-                "target_logprobs": target_logprobs,
-                "policy_probs": policy_probs,
-                "actions": actions,
-            },
-            {"gamma": gamma, "lam": lam, "c_bar": c_bar, "rho_bar": rho_bar},
+            tensors,
+            rates,
             segments=segments,
             mask=mask,
             masked=masked,
@@ -231,4 +236,9 @@ def retrace_from_policy(
             backend=backend,
             validate=validate,
         )
-    )
+        return targets_and_advantages, lambda: None
+
+    given = {**tensors, **rates, "mask": mask, "terminated": terminated, "truncated": truncated}
+    options = "retrace_from_policy", masked, dtype, backend
+    key, read = replays.likeness(options, given, segments) if validate == "shapes" else (None, [])
+    return Retrace(*replays.repeated(key, read, run)[0])

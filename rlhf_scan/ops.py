@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from . import checks
 from .backend_choice import Backend, backend_module
 from .call import Call, channel_rates
 from .estimators import Estimator, estimator
+from .repeats import intercepted
 from .segments import Segments
 
 _NOT_GIVEN = -1.0  # no rate is negative; an op's schema has no list of optional floats
@@ -24,6 +25,23 @@ _library = torch.library.Library("rlhf_scan", "DEF")
 _library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 _library.define("expectation(Tensor values, Tensor probabilities, str backend) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define("chosen_logprobs(Tensor probabilities, Tensor actions, str backend) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def op(name: str, directly: Callable[..., Tensor], *tensors: Tensor | None) -> Callable[..., Tensor]:
+    """The op of that name; what it does, where nothing watches operators: a call of an op takes longer than a small launch."""
+    watched = intercepted() or any(tensor is not None and (type(tensor) is not Tensor or tensor.is_neg()) for tensor in tensors)
+    found: Callable[..., Tensor] = getattr(torch.ops.rlhf_scan, name) if watched else directly
+    return found
+
+
+def expectation(values: Tensor, probabilities: Tensor, backend: str) -> Tensor:
+    """Sum over the actions, the last dimension, of values * probabilities, [N]."""
+    return op("expectation", _expectation_op, values, probabilities)(values, probabilities, backend)
+
+
+def chosen_logprobs(probabilities: Tensor, actions: Tensor, backend: str) -> Tensor:
+    """The logarithm of the probability of each of the `actions` [N]."""
+    return op("chosen_logprobs", _chosen_logprobs_op, probabilities, actions)(probabilities, actions, backend)
 
 
 def run(call: Call, module: Backend) -> list[Tensor]:

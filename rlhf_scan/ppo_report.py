@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -32,6 +32,7 @@ class Facts:
         kl_sum, clamped, fault: [S], as in `rlhf_scan.shaping.Shaped`.
         step_rewards: by name, how many went where, on the device.
         dropping, taking_for_zero: what `nonfinite` does.
+        whitened: by name of what was whitened, with which count, mean and M2.
     """
 
     tokens: int
@@ -42,6 +43,7 @@ class Facts:
     step_rewards: Mapping[str, Tensor]
     dropping: bool
     taking_for_zero: bool
+    whitened: Mapping[str, Tensor]
 
     def counts(self) -> dict[str, Tensor | int]:
         """Numbers on the device by name. Means are over sequences that statistics may hold."""
@@ -92,10 +94,16 @@ class PPOReport(Mapping[str, Number]):
     Everything is of this process; the statistics of whitening are of all ranks of its process group.
     """
 
-    def __init__(self, facts: Facts) -> None:
-        """Of one call."""
-        self._facts = facts
-        self._whitened: dict[str, Tensor] = {}
+    def __init__(self, facts: Callable[[], Facts]) -> None:
+        """Of one call, whose facts are made when they are looked at."""
+        self._make = facts
+
+    def __getstate__(self) -> dict[str, Facts]:
+        return {"_facts": self._facts}
+
+    @cached_property
+    def _facts(self) -> Facts:
+        return self._make()
 
     @property
     def score_tokens(self) -> Tensor:
@@ -107,11 +115,6 @@ class PPOReport(Mapping[str, Number]):
     def nonfinite_sequences(self) -> Tensor:
         """Sequences with a number that is not finite where it counts, bool [S] on the device."""
         return self._facts.fault != NO_FAULT
-
-    def add_statistics(self, name: str, statistics: Tensor) -> None:
-        """Count, mean and M2 with which `name` was whitened."""
-        self._whitened[name] = statistics
-        self.__dict__.pop("_read", None)
 
     def first_nonfinite(self) -> tuple[int, int, str] | None:
         """Sequence, token of it, and argument of the first number that is not finite where it counts."""
@@ -138,7 +141,7 @@ class PPOReport(Mapping[str, Number]):
     def _read(self) -> dict[str, Number]:
         counts = self._facts.counts()
         tensors = [value for value in counts.values() if isinstance(value, Tensor)]
-        read = _together([*tensors, *self._facts.first_fault(), *self._whitened.values()])
+        read = _together([*tensors, *self._facts.first_fault(), *self._facts.whitened.values()])
         result: dict[str, Number] = {}
         for name, value in counts.items():
             if isinstance(value, Tensor):
@@ -151,7 +154,7 @@ class PPOReport(Mapping[str, Number]):
         result["nonfinite_row"] = int(row) if found else None
         result["nonfinite_token"] = int(token) if found else None
         result["nonfinite_argument"] = FAULTS[int(which)] if found else None
-        for name, (count, mean, m2) in zip(self._whitened, read, strict=True):
+        for name, (count, mean, m2) in zip(self._facts.whitened, read, strict=True):
             result[f"{name}_count"], result[f"{name}_mean"] = int(count), mean
             result[f"{name}_std"] = (m2 / (count - 1)) ** 0.5 if count > 1 else 0.0
         return result

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .call import Call, Solver, Tensors
 from .locks import Lock
+from .recordings import recording
 from .segments import Segments
 
 Key = tuple[Any, ...]
@@ -26,10 +27,13 @@ _writing = Lock()
 
 
 def intercepted() -> bool:
-    """Whether something wants to see torch's operators: torch.compile, torch.export, a mode, a functorch transform, torch.jit.trace."""
+    """Whether something wants to see torch's operators: torch.compile, torch.export, a mode, a functorch transform, torch.jit.trace.
+
+    A recording takes what it sees.
+    """
     return (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_dispatch_stack() > (recording() is not None)
         or torch._C._len_torch_function_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._is_tracing()

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from . import whitened
+from . import ops, whitened
 from .backend_choice import choose_backend
 from .call import BACKENDS
 from .checks import check_dtype, check_eps, check_floats, check_mask, check_option, check_switch
 from .errors import InputError
 from .ranks import check_process_group, gathered
-from .repeats import intercepted
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -213,10 +212,7 @@ def _module(backend: str) -> WhiteningBackend:
 
 
 def _run(name: str, tensors: tuple[Tensor | None, ...], *options: Any) -> Tensor:
-    """The op of that name; what it does, at once, where nothing watches operators: a call of an op takes longer than a small launch."""
-    watched = intercepted() or any(tensor is not None and (type(tensor) is not Tensor or tensor.is_neg()) for tensor in tensors)
-    found: Tensor = (getattr(torch.ops.rlhf_scan, name) if watched else _OPS[name])(*tensors, *options)
-    return found
+    return ops.op(name, _OPS[name], *tensors)(*tensors, *options)
 
 
 _library = torch.library.Library("rlhf_scan", "FRAGMENT")

@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
+from ..recordings import recording
 from .tiles import INTERPRETED
 
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -69,8 +70,12 @@ class Launcher:
 
     def __call__(self, programs: int, *arguments: Any) -> None:
         """Launch on the current device and stream. An argument is a tensor, None, an int, a float, or a tuple of them."""
+        watching = recording()
         if INTERPRETED:
-            self._kernel[(programs,)](*arguments, **self._constants, **self._options)
+            with nullcontext() if watching is None else watching.paused():
+                self._kernel[(programs,)](*arguments, **self._constants, **self._options)
+            if watching is not None:
+                watching.launched(_Interpreted(self), programs, arguments)
             return
         active = driver.active
         device = active.get_current_device()
@@ -90,6 +95,8 @@ class Launcher:
                 self._by_device[device] = found
             run, function, metadata, constants = found
             run(programs, 1, 1, active.get_current_stream(device), function, metadata, None, None, None, *values, *constants)
+        if watching is not None:
+            watching.launched(None if found is None else _Direct(device, *found), programs, arguments)
 
     def _compile_and_launch(self, programs: int, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """As Triton's users do; how to launch directly what it compiled, if that can be done."""
@@ -100,6 +107,36 @@ class Launcher:
             return None
         constants = [self._constants[name] for name in self._kernel.arg_names[len(arguments) :]]
         return compiled.run, compiled.function, compiled.packed_metadata, constants
+
+
+class _Direct:
+    """A launch of what was compiled (`rlhf_scan.recordings.Launch`)."""
+
+    takes_addresses = True
+
+    def __init__(self, device: int, run: Any, function: Any, metadata: Any, constants: list[Any]) -> None:
+        self._device, self._run, self._of, self._constants = device, run, (function, metadata, None, None, None), constants
+
+    def __call__(self, programs: int, arguments: tuple[Any, ...]) -> None:
+        self._run(programs, 1, 1, driver.active.get_current_stream(self._device), *self._of, *arguments, *self._constants)
+
+    def is_observed(self) -> bool:
+        return _observed()
+
+
+class _Interpreted:
+    """Likewise in the interpreter."""
+
+    takes_addresses = False
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    def __call__(self, programs: int, arguments: tuple[Any, ...]) -> None:
+        self._launcher(programs, *arguments)
+
+    def is_observed(self) -> bool:
+        return False
 
 
 def absent(count: int) -> tuple[None, ...]:

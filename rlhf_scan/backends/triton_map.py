@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..recordings import recording
 from .tiles import INTERPRETED, MEDIUM, SHORT, WIDTH
 from .triton_carry import WORDS, clear, clear_words
 from .triton_launch import Launcher, await_previous
@@ -29,7 +30,7 @@ _AT_ONCE = 64 if INTERPRETED else 132 * 1024 // 32  # warps on an H200 that have
 _LOOKED_AT = 512 if INTERPRETED else 2**18  # segments, by all programs that run at once
 _FEWEST_TURNS = 2 if INTERPRETED else 32
 
-# A captured graph neither reads nor fills this: its boundaries may change between replays, and its memory is its own.
+# A captured graph or a recording neither reads nor fills this: its boundaries may change between replays, and its memory is its own.
 _KEPT = WeakTensorKeyDictionary()
 
 
@@ -45,7 +46,7 @@ def slots_of(cu_seqlens: Tensor, tokens: int, carries: Tensor) -> Tensor:
     the map is made.
     """
     capturing = cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing()
-    if capturing or cu_seqlens.is_inference():
+    if capturing or recording() is not None or cu_seqlens.is_inference():
         return _make(cu_seqlens, tokens, carries)
     state = cu_seqlens._version, tokens
     kept = _KEPT.get(cu_seqlens)

@@ -83,11 +83,13 @@ class Scan:
         outputs = outputs or tuple([self._empty_like(like) for _ in range(self._outputs)])
         if self._segments == 0:
             return [output.zero_() for output in outputs]
-        stops = self._stops or any(rate < _FADING for rate in given.rates)
+        stops = self._stops or min(given.rates, default=1.0) < _FADING
         with on_device_of(like):
             pointers, numbers = self._rates(given.rates, like)
             flags = aligned(given.flags) if self._flagged else absent(len(given.flags))
-            (bootstrap,) = aligned((given.bootstrap,))
+            bootstrap = given.bootstrap
+            if bootstrap is not None:
+                (bootstrap,) = aligned((bootstrap,))
             carries: Tensor | None = None
             slots: tuple[Tensor, ...] = ()
             if self._carried or self._packed:
