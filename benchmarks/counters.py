@@ -99,7 +99,9 @@ def measured(groups: Sequence[str]) -> dict[str, Any]:
             "--called",
             str(called),
         ]
-        subprocess.run(command, check=True)
+        status = subprocess.run(command).returncode
+        if status:
+            raise SystemExit(f"Nsight Compute ended with {status}:\n" + log.read_text()[-4000:])
         works = read(json.loads(called.read_text()), log.read_text().splitlines())
     found = environment(peers.folder())
     return {"environment": found, "works": [{"commit": found["commit"], **work} for work in works]}

@@ -200,7 +200,9 @@ class Replay:
         self._facts = _mapped(facts, partial(memory.place_of, first=self._first_known))
         self._how = recording.launches[0][0]
         arguments = [_mapped(arguments, memory.place_of) for _, _, arguments in recording.launches]
-        self._picks = Picks([_mapped(each, lambda empty: 0) for each in arguments] if self._how.takes_addresses else arguments)
+        if self._how.takes_addresses:  # that of a tensor without numbers is never used
+            arguments = [_mapped(each, lambda value: value if isinstance(value, Place) else 0) for each in arguments]
+        self._picks = Picks(arguments)
         launches = zip(recording.launches, self._picks.launches, strict=True)
         self._launches = [(launch, programs, pick) for (launch, programs, _), pick in launches]
 

@@ -44,6 +44,7 @@ def microseconds(call: Callable[[], Any]) -> float:
 def calls() -> dict[str, Callable[[], Any]]:
     """By name."""
     rewards, values = (torch.randn(SHAPE, device=DEVICE) for _ in range(2))
+    actions = [torch.rand((*SHAPE, 4), device=DEVICE) for _ in range(2)]
     flags: Any = {name: torch.rand(SHAPE, device=DEVICE) > 0.1 for name in ("mask", "terminated")}
     tiled = [torch.randn(8, 5000, device=DEVICE) for _ in range(2)]
     flat = [tensor.flatten() for tensor in (rewards, values)]
@@ -62,6 +63,9 @@ def calls() -> dict[str, Callable[[], Any]]:
         "gae, packed": lambda: rlhf_scan.gae(*flat, gamma=0.99, lam=0.95, segments=pack, backend=BACKEND),
         "discounted_returns": lambda: rlhf_scan.discounted_returns(rewards, gamma=0.99, backend=BACKEND),
         "vtrace": lambda: rlhf_scan.vtrace(rewards, values, values, rewards, gamma=0.99, backend=BACKEND),
+        "retrace_from_policy": lambda: rlhf_scan.retrace_from_policy(
+            rewards, values, *actions, rewards, values, gamma=0.99, lam=0.95, backend=BACKEND
+        ),
         "whiten": lambda: rlhf_scan.whiten(rewards, backend=BACKEND),
         "ppo_advantages": lambda: rlhf_scan.ppo_advantages(*block, scores, backend=BACKEND),
         "ppo_advantages, mask": lambda: rlhf_scan.ppo_advantages(*block, scores, **mask, backend=BACKEND),
@@ -84,8 +88,8 @@ def parts(call: Callable[[], Any]) -> dict[str, Callable[[], Any]]:
     tensors = Tensors((rewards, values), (0.99, 0.95), (None, None, None), None, None)
     solve: Any = repeat._solve
     outputs = solve(tensors)
-    launcher, programs, _ = next(iter(solve.launches.values()))
-    arguments = tensors.inputs, outputs, absent(2), tensors.rates, absent(3), None, None, None, *SHAPE, SHAPE[0]
+    (launcher,), programs = solve._launchers.values(), solve._programs
+    arguments = tensors.inputs, outputs, absent(2), tensors.rates, absent(3), None, None, None, *solve._places
     run, function, metadata, constants = launcher._by_device[torch.cuda.current_device()]
     stream = torch.cuda.current_stream().cuda_stream
 
