@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from numba import njit
+from .cpu_compile import compiled_once
 
 
-@njit(nogil=True)
+@compiled_once()
 def sum_of_products(values, weights, sums):
     """sums[t] = sum over a of values[t, a] * weights[t, a]; a weight of 0 adds 0, whatever the value."""
     for t in range(len(sums)):

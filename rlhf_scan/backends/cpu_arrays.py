@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from .cpu_compile import inlined
 
 # No reference counts: nothing here makes or keeps an array, and counting costs more than the arithmetic. Products and sums may fuse.
 OPTIONS: dict[str, Any] = {"_nrt": False, "fastmath": {"contract"}}
-compiled = njit(forceinline=True, **OPTIONS)
+compiled = inlined(**OPTIONS)
 
 
 @compiled

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..call import MASK_MODES, Call, Rate, Tensors, is_per_segment
 from .cpu_actions import sum_of_products
+from .cpu_compile import directory
 from .cpu_outputs import empty_like
 from .cpu_sweep import compiled_sweep
 from .cpu_threads import TOKENS_PER_THREAD, spread
@@ -35,7 +36,10 @@ def why_not(device: torch.device) -> str | None:
 
 def note() -> str:
     """How it works here."""
-    return f"on {torch.get_num_threads()} threads"
+    kept = directory()
+    return f"on {torch.get_num_threads()} threads; " + (
+        f"compiled code in {kept}" if kept else "compiles in each process: no cache directory of its own"
+    )
 
 
 def run(call: Call) -> list[Tensor]:

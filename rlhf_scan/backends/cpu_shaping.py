@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
 from torch import Tensor
 
 from .. import reward_formulas
 from ..reward_formulas import KL_ESTIMATORS
 from ..shaping import FAULTS, NO_FAULT, Kept, Located, Placed, ScoreCall, Sequences, Shaped, ShapingCall
+from .cpu_compile import compiled_once, inlined
 from .cpu_threads import TOKENS_PER_THREAD, thread_pool
 from .formulas import compiled_formula
 from .torch_places import placed
@@ -28,28 +28,26 @@ _FAULTS = len(FAULTS)
 _LOGPROBS, _REF_LOGPROBS, _KL, _VALUES, _REWARDS = range(5)
 _KINDS = tuple(KL_ESTIMATORS)
 
-inlined = njit(forceinline=True)
 
-
-@inlined
+@inlined()
 def _exp(x):
     return math.exp(x)
 
 
-@inlined
+@inlined()
 def _minimum(x, y):
     return y if y < x else x
 
 
-@inlined
+@inlined()
 def _maximum(x, y):
     return y if y > x else x
 
 
 _OWN = {"exp": _exp, "minimum": _minimum, "maximum": _maximum}
-_k1, _k2, _k3, _absolute = (compiled_formula(formula, _OWN, inlined) for formula in KL_ESTIMATORS.values())
-_clamped = compiled_formula(reward_formulas.clamped, _OWN, inlined)
-_shaped_reward = compiled_formula(reward_formulas.shaped_reward, _OWN, inlined)
+_k1, _k2, _k3, _absolute = (compiled_formula(formula, _OWN, inlined()) for formula in KL_ESTIMATORS.values())
+_clamped = compiled_formula(reward_formulas.clamped, _OWN, inlined())
+_shaped_reward = compiled_formula(reward_formulas.shaped_reward, _OWN, inlined())
 
 
 def place(call: ShapingCall, scores: ScoreCall) -> Sequences:
@@ -119,7 +117,7 @@ def _spread(work: Callable[[int, int], None], bounds: Array) -> None:
     list(thread_pool(torch.get_num_threads()).map(work, cuts[:-1], cuts[1:]))
 
 
-@njit(nogil=True, cache=True)
+@compiled_once()
 def _locate(bounds, mask, attention, has_eos, padded, table, first, end):
     """One row of `table` for each attribute of `Located`."""
     for sequence in range(first, end):
@@ -141,7 +139,7 @@ def _locate(bounds, mask, attention, has_eos, padded, table, first, end):
         table[3, sequence] = eos
 
 
-@inlined
+@inlined()
 def _estimate(kind, log_ratio):
     if kind == 0:
         return _k1(log_ratio)
@@ -152,7 +150,7 @@ def _estimate(kind, log_ratio):
     return _absolute(log_ratio)
 
 
-@inlined
+@inlined()
 def _penalty(kind, logprob, ref_logprob, limits):
     """KL, the fault in it or -1, and whether a limit cut it."""
     log_ratio = logprob - ref_logprob
@@ -168,7 +166,7 @@ def _penalty(kind, logprob, ref_logprob, limits):
     return kl, fault, abs(log_ratio) > limits[0] or abs(raw) > limits[1]
 
 
-@njit(nogil=True)
+@compiled_once()
 def _shape(bounds, mask, inputs, per_sequence, places, limits, options, numbers, counts, first, end):
     """See `shape`."""
     logprobs, ref_logprobs, values, token_rewards = inputs

@@ -11,11 +11,11 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from ..call import MASK_MODES
 from ..estimators import Estimator
 from .cpu_arrays import OPTIONS, at, blanker, compiled, index, rate_reader, reader, writer
+from .cpu_compile import compiled_once
 from .formulas import compiled_formula
 
 SKIP, ZERO, KEEP = (MASK_MODES.index(mode) for mode in ("skip", "zero", "keep"))
@@ -220,7 +220,7 @@ def _sweep(steps: Any, read: Any, write: Any, blank: Any, reverse: bool, number:
     forward = -1 if reverse else 1
     step, plain_step = steps
 
-    @njit(nogil=True, **OPTIONS)
+    @compiled_once(**OPTIONS)
     def sweep(pieces, carries, outputs, inputs, rates, rate_kinds, flags, kinds, masked, starts, bootstrap, bounds):
         direction = (reverse, starts)
         for row in range(len(pieces)):

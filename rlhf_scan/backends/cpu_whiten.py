@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ..whitening import Whitening
+from .cpu_compile import compiled_once, inlined
 from .cpu_threads import TOKENS_PER_THREAD, thread_pool
 
 Array = npt.NDArray[Any]
@@ -87,7 +87,7 @@ def _spread(work: Callable[[int, int], None], blocks: int) -> None:
     list(thread_pool(torch.get_num_threads()).map(work, cuts[:-1], cuts[1:]))
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled_once()
 def _block_statistics(numbers: Array, live: Array, parts: Array, first: int, end: int) -> None:
     """Count, mean and M2 of each block. Deviations are taken from one of its numbers, then from the mean: equal numbers deviate by 0."""
     deviations = np.empty(BLOCK)
@@ -99,7 +99,7 @@ def _block_statistics(numbers: Array, live: Array, parts: Array, first: int, end
         parts[block, 0], parts[block, 1], parts[block, 2] = count, near + mean, _squares(deviations[: stop - start], used, mean)
 
 
-@numba.njit(nogil=True, cache=True)
+@inlined()
 def _deviations_from_one(numbers: Array, live: Array, deviations: Array) -> tuple[int, float]:
     """How many numbers are trainable, and the first of these, from which the others' deviations are taken; those of the rest are 0."""
     if len(live) == 0:
@@ -122,7 +122,7 @@ def _deviations_from_one(numbers: Array, live: Array, deviations: Array) -> tupl
 
 
 # Several sums side by side, always the same way.
-@numba.njit(nogil=True, cache=True, fastmath={"reassoc"})
+@inlined(fastmath={"reassoc"})
 def _sum(deviations: Array) -> float:
     total = 0.0
     for t in range(len(deviations)):
@@ -130,7 +130,7 @@ def _sum(deviations: Array) -> float:
     return total
 
 
-@numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract"})
+@inlined(fastmath={"reassoc", "contract"})
 def _squares(deviations: Array, live: Array, mean: float) -> float:
     m2 = 0.0
     if len(live) == 0:
@@ -143,7 +143,7 @@ def _squares(deviations: Array, live: Array, mean: float) -> float:
     return m2
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled_once()
 def _merge(parts: Array, merged: Array) -> None:
     """One part after the other."""
     count, mean, m2 = 0.0, 0.0, 0.0
@@ -158,7 +158,7 @@ def _merge(parts: Array, merged: Array) -> None:
     merged[0], merged[1], merged[2] = count, mean, m2
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled_once()
 def _whiten(numbers: Array, live: Array, written: Array, shift: float, factor: float, offset: float) -> None:
     if len(live) == 0:
         for t in range(len(numbers)):
