@@ -1,9 +1,10 @@
 """How a carry gets from tile to tile of a long segment. Part of the Triton backend's kernel.
 
 What a tile does to a carry, (a, b), is published as soon as the tile is read; whoever needs it looks at GROUP tiles at once and composes them
-in an order that their places fix. The last tile of a group, in scan order, publishes what the group does, and the last group of a block of
-GROUP groups the carry that leaves the block: so tiles wait for three looks, and for one more per block that lies before theirs. Words are
-UNSET until a value is there. Programs start in scan order: the one that is waited for has always started.
+in an order that their places fix. The last tile of a group, in scan order, speaks for it: it publishes what the group does, looks at the GROUP
+groups of its block, and publishes the carry that leaves the group, for which the tiles of the next one wait. So tiles wait for three looks, and
+for one more per block that lies before theirs. Words are UNSET until a value is there. Programs start in scan order: the one that is waited
+for has always started.
 """
 
 # mypy: ignore-errors
@@ -21,7 +22,7 @@ from .triton_launch import Launcher, await_previous
 from .triton_tile import compose, passed
 
 UNSET = tl.constexpr(-1)  # as bits: a NaN that no published value has
-CARRY_WORDS = tl.constexpr(5)  # of a slot: a and b of the tile, of the group, and the carry that leaves the block; `stride` words apart
+CARRY_WORDS = tl.constexpr(5)  # of a slot: a and b of the tile, of the group, and the carry that leaves the group; `stride` words apart
 WORDS = 1024  # that a program clears
 
 
@@ -98,23 +99,38 @@ def _of_group(early, carries, stride, slot, tile, tiles, REVERSE: tl.constexpr, 
 
 
 @triton.jit
-def _into_group(carries, stride, slot, tile, tiles, REVERSE: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr):
-    """The x that enters this tile's group."""
-    group, groups = tile // GROUP, tl.cdiv(tiles, GROUP)
-    others, needed = _group_lanes(group, groups, REVERSE, GROUP)
-    speaks = slot - tile + (0 if REVERSE else GROUP - 1)  # for the first group: the slot of its last tile in scan order
-    pointers = carries + 2 * stride + (speaks + others * GROUP)
-    words_a, words_b = _look(pointers, stride, needed)
-    x, decay = _composed(pointers, stride, needed, words_a, words_b, DTYPE)
-    block, blocks = group // GROUP, tl.cdiv(groups, GROUP)
-    if (decay != 0) & ((block < blocks - 1) if REVERSE else (block > 0)):
-        other = speaks + ((block + 1) * GROUP if REVERSE else block * GROUP - 1) * GROUP
-        pointer = carries + 4 * stride + other
+def _awaited(pointer, DTYPE: tl.constexpr):
+    """The x there, once it is published."""
+    word = tl.load(pointer, volatile=True)
+    while word == UNSET:
         word = tl.load(pointer, volatile=True)
-        while word == UNSET:
-            word = tl.load(pointer, volatile=True)
-        x = passed(x, decay, word.to(DTYPE, bitcast=True))
+    return word.to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def _into_group(carries, stride, slot, tile, tiles, REVERSE: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr):
+    """The x that enters this tile's group: who speaks for it composes what all groups before it do, the others take what left the last one."""
+    group, groups = tile // GROUP, tl.cdiv(tiles, GROUP)
+    speaks = slot - tile + (0 if REVERSE else GROUP - 1)  # for the first group: the slot of its last tile in scan order
+    x = tl.cast(0, DTYPE)
+    if _speaks(tile, REVERSE, GROUP):
+        others, needed = _group_lanes(group, groups, REVERSE, GROUP)
+        pointers = carries + 2 * stride + (speaks + others * GROUP)
+        words_a, words_b = _look(pointers, stride, needed)
+        x, decay = _composed(pointers, stride, needed, words_a, words_b, DTYPE)
+        block, blocks = group // GROUP, tl.cdiv(groups, GROUP)
+        if (decay != 0) & ((block < blocks - 1) if REVERSE else (block > 0)):
+            other = speaks + ((block + 1) * GROUP if REVERSE else block * GROUP - 1) * GROUP
+            x = passed(x, decay, _awaited(carries + 4 * stride + other, DTYPE))
+    elif (group < groups - 1) if REVERSE else (group > 0):
+        x = _awaited(carries + 4 * stride + speaks + (group + 1 if REVERSE else group - 1) * GROUP, DTYPE)
     return x
+
+
+@triton.jit
+def _speaks(tile, REVERSE: tl.constexpr, GROUP: tl.constexpr):
+    """Whether it is its group's last tile in scan order."""
+    return tile % GROUP == (0 if REVERSE else GROUP - 1)
 
 
 @triton.jit
@@ -159,11 +175,10 @@ def entering_carry(
     if decay != 0:
         entering, group_decay = _of_group(early, carries, stride, slot, tile, tiles, REVERSE, GROUP, DTYPE)
     group_a, group_b = compose(entering, group_decay, a, b)
-    leaves_group = leaving & (tile % GROUP == (0 if REVERSE else GROUP - 1))
+    leaves_group = leaving & _speaks(tile, REVERSE, GROUP)
     _publish(own + 2 * stride, group_a, leaves_group, DTYPE, WORD)
     _publish(own + 3 * stride, group_b, leaves_group, DTYPE, WORD)
     if group_decay != 0:
         entering = passed(entering, group_decay, _into_group(carries, stride, slot, tile, tiles, REVERSE, GROUP, DTYPE))
-    leaves_block = leaves_group & (tile // GROUP % GROUP == (0 if REVERSE else GROUP - 1))
-    _publish(own + 4 * stride, passed(a, b, entering), leaves_block, DTYPE, WORD)
+    _publish(own + 4 * stride, passed(a, b, entering), leaves_group, DTYPE, WORD)
     return entering
