@@ -20,7 +20,7 @@ pytest.importorskip("numba")
 from numba import njit
 
 from rlhf_scan import gae
-from rlhf_scan.backends import cpu_backend, cpu_compile, cpu_sweep
+from rlhf_scan.backends import cpu_backend, cpu_compile, cpu_disk_cache, cpu_sweep
 from rlhf_scan.backends.cpu_arrays import compiled
 from rlhf_scan.backends.cpu_fingerprint import Unknown, fingerprint
 from rlhf_scan.backends.formulas import compiled_formula
@@ -145,11 +145,11 @@ SPOILS: list[Callable[[bytes], bytes]] = [
 
 @pytest.mark.parametrize("spoil", SPOILS, ids=["one bit", "cut short", "longer", "no payload", "empty", "other bytes"])
 def test_a_spoiled_file_is_not_read(spoil: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_compile, "directory", lambda: tmp_path)
-    cpu_compile._write("entry", bytes(200))
-    assert cpu_compile._read("entry") == bytes(200)
+    monkeypatch.setattr(cpu_disk_cache, "directory", lambda: tmp_path)
+    cpu_disk_cache._write("entry", bytes(200))
+    assert cpu_disk_cache._read("entry") == bytes(200)
     (tmp_path / "entry").write_bytes(spoil((tmp_path / "entry").read_bytes()))
-    assert cpu_compile._read("entry") is None
+    assert cpu_disk_cache._read("entry") is None
 
 
 OWN = """
@@ -209,9 +209,9 @@ def test_no_file_is_read_that_others_could_have_written(
     made_by = {"this user": 1000, "root": 0, "another": 1001}[owner]
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(Path, "stat", lambda self, **_: os.stat_result((*status[:4], made_by, *status[5:])))
-    request.addfinalizer(cpu_compile.directory.cache_clear)
-    cpu_compile.directory.cache_clear()
-    found = cpu_compile.directory()
+    request.addfinalizer(cpu_disk_cache.directory.cache_clear)
+    cpu_disk_cache.directory.cache_clear()
+    found = cpu_disk_cache.directory()
     assert (found is not None) == (owner != "another" and mode in (0o700, 0o755))
     assert (found is not None) == (str(tmp_path) in cpu_backend.note())
 
@@ -228,8 +228,8 @@ def test_what_others_could_write_to_is_left_alone(filled: Path, tmp_path: Path, 
 
 def test_a_function_that_another_process_may_know_by_its_symbol_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numba's linker takes the first of a name: the other function would run."""
-    monkeypatch.setattr(cpu_compile, "directory", lambda: tmp_path)
-    monkeypatch.setattr(cpu_compile, "_known", {})
+    monkeypatch.setattr(cpu_disk_cache, "directory", lambda: tmp_path)
+    monkeypatch.setattr(cpu_disk_cache, "_known", {})
 
     @njit(no_cfunc_wrapper=True)
     def not_inlined(x: Any) -> Any:
@@ -247,31 +247,44 @@ def test_a_function_that_another_process_may_know_by_its_symbol_is_not_kept(tmp_
     assert (alone(10), len(list(tmp_path.iterdir()))) == (11, 1)
 
 
+@pytest.mark.parametrize("version", ["0.59.1", "0.99.0", "1.0.0rc1"])
+def test_a_numba_that_was_not_read_compiles_in_each_process(
+    version: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(cpu_compile.keeps.cache_clear)
+    cpu_compile.keeps.cache_clear()
+    monkeypatch.setattr("numba.__version__", version)
+    function = cpu_compile.compiled_once()(lambda x: x + 1)
+    assert not isinstance(function._cache, cpu_disk_cache.DiskCache)
+    assert function(1) == 2
+    assert "compiles in each process" in cpu_backend.note()
+
+
 def test_a_full_disk_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(cpu_compile, "directory", lambda: tmp_path)
+    monkeypatch.setattr(cpu_disk_cache, "directory", lambda: tmp_path)
     monkeypatch.setattr(os, "replace", full)
-    cpu_compile._write("entry", b"payload")
+    cpu_disk_cache._write("entry", b"payload")
     assert list(tmp_path.iterdir()) == []
-    assert cpu_compile._read("entry") is None
+    assert cpu_disk_cache._read("entry") is None
 
 
 def test_so_many_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_compile, "directory", lambda: tmp_path)
-    monkeypatch.setattr(cpu_compile, "KEPT_FILES", 3)
+    monkeypatch.setattr(cpu_disk_cache, "directory", lambda: tmp_path)
+    monkeypatch.setattr(cpu_disk_cache, "KEPT_FILES", 3)
     for i in range(5):
-        cpu_compile._write(f"{i}", b"payload %d" % i)
+        cpu_disk_cache._write(f"{i}", b"payload %d" % i)
         os.utime(tmp_path / f"{i}", (i, i))
-    assert [cpu_compile._read(f"{i}") for i in range(5)] == [None, None, b"payload 2", b"payload 3", b"payload 4"]
+    assert [cpu_disk_cache._read(f"{i}") for i in range(5)] == [None, None, b"payload 2", b"payload 3", b"payload 4"]
 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_sweep_made_again_in_one_process(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kept:
-        monkeypatch.setattr(cpu_compile, "directory", lambda: None)
-        monkeypatch.setattr(cpu_compile, "_known", {})
+        monkeypatch.setattr(cpu_disk_cache, "directory", lambda: None)
+        monkeypatch.setattr(cpu_disk_cache, "_known", {})
         cpu_sweep.compiled_sweep.cache_clear()
     rewards = torch.rand(3, 20)
     expected = gae(rewards, rewards, backend="cpu")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..call import MASK_MODES, Call, Rate, Tensors, is_per_segment
 from .cpu_actions import sum_of_products
-from .cpu_compile import directory
+from .cpu_compile import kept_in
 from .cpu_outputs import empty_like
 from .cpu_sweep import compiled_sweep
 from .cpu_threads import TOKENS_PER_THREAD, spread
@@ -36,7 +36,7 @@ def why_not(device: torch.device) -> str | None:
 
 def note() -> str:
     """How it works here."""
-    kept = directory()
+    kept = kept_in()
     return f"on {torch.get_num_threads()} threads; " + (
         f"compiled code in {kept}" if kept else "compiles in each process: no cache directory of its own"
     )

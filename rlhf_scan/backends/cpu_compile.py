@@ -1,41 +1,20 @@
-"""How the CPU backend compiles: loops, which are kept on disk between processes, and what is inlined in them.
-
-Numba's own `cache=True` does not notice a change of a function that the compiled one calls, may take one entry for another where processes write at
-once, and makes the same symbol of two functions of one name, so that a process may run the wrong one.
-"""
+"""How the CPU backend compiles: loops, which are kept on disk between processes, and what is inlined in them."""
 
 # mypy: disallow-untyped-calls=false
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import os
-import pickle
-import tempfile
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from numba import njit
-from numba.core import config
-from numba.core.caching import NullCache
-from numba.core.compiler import CompileResult
-from numba.core.serialize import dumps
-from numba.misc.appdirs import AppDirs
+import numba
 
-from .cpu_fingerprint import Unknown, fingerprint
+# The versions in which was read what a cache must do, and that it may take another's place. With any other every process compiles.
+_KNOWN = (0, 60), (0, 68)
 
-# Of about 0.1 MB each; what was written first goes first.
-KEPT_FILES = 256
-_DIGEST_BYTES = 32
-
-# What this process has compiled or loaded. It is there until the process ends, and must not be there twice.
-_known: dict[str, Any] = {}
-
-_njit: Any = njit  # its annotations leave out options that it takes
-_config: Any = config
+_njit: Any = numba.njit  # its annotations leave out options that it takes
 
 
 def inlined(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -49,96 +28,23 @@ def compiled_once(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
     def decorate(function: Callable[..., Any]) -> Any:
         compiled = _njit(nogil=True, no_cfunc_wrapper=True, **options)(function)
-        if not _config.DISABLE_JIT:
-            compiled._cache = _DiskCache(compiled)
+        if keeps() and not getattr(numba.config, "DISABLE_JIT", False):
+            from .cpu_disk_cache import DiskCache
+
+            compiled._cache = DiskCache(compiled)
         return compiled
 
     return decorate
 
 
 @lru_cache(maxsize=1)
-def directory() -> Path | None:
-    """In $NUMBA_CACHE_DIR, or else the user's cache directory. None where there is none, or where others could put files: these hold code."""
-    path = Path(_config.CACHE_DIR, "rlhf_scan") if _config.CACHE_DIR else Path(AppDirs("rlhf_scan", appauthor=False).user_cache_dir)
-    if not path.is_absolute() or not hasattr(os, "geteuid"):  # no home; Windows, whose permissions are not looked at here
-        return None
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.stat()
-    except OSError:
-        return None
-    return path if status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022 else None
+def keeps() -> bool:
+    """Whether this numba's compiled code can be kept."""
+    return _KNOWN[0] <= tuple(int(part) for part in numba.__version__.split(".")[:2]) <= _KNOWN[1]
 
 
-class _DiskCache(NullCache):
-    """What numba asks before it compiles a function, and tells what came of it."""
+def kept_in() -> Path | None:
+    """Where compiled code is kept; None: it is not."""
+    from .cpu_disk_cache import directory
 
-    def __init__(self, dispatcher: Any) -> None:
-        self._dispatcher = dispatcher
-        self._qualname = dispatcher.py_func.__qualname__
-        self._fingerprint = ""  # empty where it cannot be told
-
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The code for arguments of these types, if it is known."""
-        self._fingerprint = ""
-        with contextlib.suppress(Unknown):
-            self._fingerprint = fingerprint(self._dispatcher)
-        if not self._fingerprint:
-            return None
-        # Numba makes symbols of this name. No two functions may have the same, in whatever processes they were compiled.
-        self._dispatcher.py_func.__qualname__ = f"{self._qualname}_{self._fingerprint}"
-        entry = self._entry(sig, target_context.codegen())
-        if entry not in _known:
-            payload = _read(entry)
-            if payload is None:
-                return None
-            target_context.refresh()
-            _known[entry] = CompileResult._rebuild(target_context, *pickle.loads(payload))
-        return _known[entry]
-
-    def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep it, unless it holds an address in this process, symbols of other functions, or constants that were made for these."""
-        if not self._fingerprint:
-            return
-        entry = self._entry(sig, data.codegen)
-        _known[entry] = data._replace(metadata=None)  # as of a loaded one: numba writes the times of one compilation there
-        symbols = [defined.name for defined in data.library.get_defined_functions()]
-        alone = all(self._fingerprint in symbol or symbol.startswith("NRT_") for symbol in symbols)  # NRT: numba's runtime
-        *reduced, environments = data._reduce()
-        constants = any(environment.consts for environment in environments)
-        if alone and not constants and not (data.library.has_dynamic_globals or data.lifted or data.reload_init):
-            _write(entry, dumps((*reduced, ())))
-
-    def _entry(self, sig: Any, codegen: Any) -> str:
-        return hashlib.sha256(repr((self._fingerprint, sig, codegen.magic_tuple())).encode()).hexdigest()
-
-
-def _read(entry: str) -> bytes | None:
-    """What was written, if none of it is missing or changed."""
-    path = directory()
-    if path is None:
-        return None
-    try:
-        data = (path / entry).read_bytes()
-    except OSError:
-        return None
-    payload = data[_DIGEST_BYTES:]
-    return payload if hashlib.sha256(payload).digest() == data[:_DIGEST_BYTES] else None
-
-
-def _write(entry: str, payload: bytes) -> None:
-    """Whole or not at all, whoever reads or writes it meanwhile; a disk that takes nothing more is no error."""
-    path = directory()
-    if path is None:
-        return
-    with contextlib.suppress(OSError):
-        handle, temporary = tempfile.mkstemp(dir=path)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(payload).digest() + payload)
-            os.replace(temporary, path / entry)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        for oldest in sorted(path.iterdir(), key=lambda each: each.stat().st_mtime)[:-KEPT_FILES]:
-            oldest.unlink()
+    return directory() if keeps() else None
