@@ -12,7 +12,7 @@ from torch import Tensor
 from . import replays
 from . import whitened as whitened_before
 from .outside_graphs import outside_graphs
-from .ppo_inputs import OP, PPOInputs, resolve_inputs
+from .ppo_inputs import OP, PPOInputs, resolve_inputs, with_stop_reasons
 from .ppo_options import NAMES, PPOOptions, resolve_options, whitenings
 from .ppo_places import with_step_rewards
 from .ppo_rates import wrong_rates
@@ -146,6 +146,8 @@ def ppo_advantages(
     tensors = {name: given[name] for name in _TENSORS}
     if rewards is not None and whitenings(OP, options)[0] is not None:
         whitened_before.refuse(OP, "rewards", rewards)
+    if stop_reasons is not None:
+        tensors = with_stop_reasons(tensors, segments, stop_reasons)
     full = validate == "full"
 
     def run() -> tuple[Sequence[Tensor], Callable[[], Facts]]:
@@ -154,7 +156,6 @@ def ppo_advantages(
             options,
             segments=segments,
             step_rewards=step_rewards,
-            stop_reasons=stop_reasons,
             dtype=dtype,
             backend=backend,
             validate=validate,
@@ -162,7 +163,7 @@ def ppo_advantages(
         chosen = replace(options, nonfinite="raise") if full and options.nonfinite == "propagate" else options
         return _run(inputs, chosen, process_group, full=full)
 
-    others = process_group, step_rewards, stop_reasons, *[value for value in vars(options).values() if isinstance(value, Tensor)]
+    others = process_group, step_rewards, *[value for value in vars(options).values() if isinstance(value, Tensor)]
     alone = not full and all(other is None for other in others)
     key, read = replays.likeness((OP, options, dtype, backend, validate), tensors, segments) if alone else (None, [])
     outputs, facts = replays.repeated(key, read, run)

@@ -71,7 +71,6 @@ def resolve_inputs(
     *,
     segments: Segments | None,
     step_rewards: Any,
-    stop_reasons: Sequence[str] | None,
     dtype: torch.dtype | None,
     backend: str,
     validate: str,
@@ -86,8 +85,6 @@ def resolve_inputs(
     if validate == "full":
         check_boundaries(layout)
     chosen = choose_backend(backend, layout.device)
-    if stop_reasons is not None:
-        tensors = {**tensors, **_by_stop_reason(layout, tensors, stop_reasons)}
     floats = {
         name: checks.per_token(layout, name, tensors[name]) for name, needed in _FLOATS.items() if needed or tensors[name] is not None
     }
@@ -174,8 +171,9 @@ def _score_call(
     )
 
 
-def _by_stop_reason(layout: Layout, tensors: Mapping[str, Any], reasons: Sequence[str]) -> dict[str, Tensor]:
-    """The flags that stop reasons stand for."""
+def with_stop_reasons(tensors: Mapping[str, Any], segments: Segments | None, reasons: Sequence[str]) -> dict[str, Any]:
+    """`tensors` with the flags that stop reasons stand for."""
+    layout = checks.resolve_layout(OP, _like(), tensors["logprobs"], segments)
     twice = [name for name in _DIVIDERS if tensors[name] is not None]
     if twice:
         raise InputError(f"{OP}: stop_reasons must not be given with {twice[0]}, got both; drop one of them")
@@ -188,10 +186,12 @@ def _by_stop_reason(layout: Layout, tensors: Mapping[str, Any], reasons: Sequenc
     for reason in words:
         checks.check_option(OP, "stop_reasons", reason, tuple(STOP_REASONS))
     ends = [STOP_REASONS[reason] for reason in words]
-    both = torch.tensor([ends, [not end for end in ends]], dtype=torch.bool).to(layout.device, non_blocking=True)  # one copy
-    stopped, cut = both.unbind(0)
-    flags = {"terminated": stopped, "truncated": cut}
-    return flags if tensors["has_eos"] is not None else {**flags, "has_eos": stopped}
+    unused = [False] * (-len(ends) % 16)  # so that the second row begins at a multiple of 16 bytes
+    both = torch.tensor([ends + unused, [not end for end in ends] + unused], dtype=torch.bool).to(
+        layout.device, non_blocking=True
+    )  # one copy
+    stopped, cut = both[:, : len(ends)].unbind(0)
+    return {**tensors, "terminated": stopped, "truncated": cut, "has_eos": stopped if tensors["has_eos"] is None else tensors["has_eos"]}
 
 
 def _refuse_per_token(flags: Mapping[str, Tensor | None]) -> None:

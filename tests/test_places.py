@@ -104,17 +104,19 @@ def held_by(thing: Any) -> list[Tensor]:
     return held_by(vars(thing)) if hasattr(thing, "__dict__") else []
 
 
+@pytest.mark.parametrize("repeats", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"preset": "trl", "whiten_rewards": True}, {"preset": "openrlhf", "nonfinite": "drop"}])
-def test_a_report_holds_nothing_per_token_and_nothing_of_the_caller_s(backend: str, options: dict[str, Any]) -> None:
+def test_a_report_holds_nothing_per_token_and_nothing_of_the_caller_s(backend: str, options: dict[str, Any], repeats: int) -> None:
     rows, width, device = 2, 40, device_of(backend)
     call = {name: torch.zeros(rows, width, device=device) for name in ("logprobs", "ref_logprobs", "values")}
     call |= {name: torch.zeros(rows, device=device) for name in ("has_eos", "terminated")}
-    call |= {name: torch.ones(rows, device=device) for name in ("scores", "truncated", "bootstrap", "kl_coef")}
+    call |= {name: torch.ones(rows, device=device) for name in ("scores", "truncated", "bootstrap")}
     call["mask"] = torch.ones(rows, width, device=device)
     alive = {name: weakref.ref(tensor) for name, tensor in call.items()}
     memory = {tensor.untyped_storage().data_ptr() for tensor in call.values()}
-    report = ppo_advantages(**call, missing_eos_penalty=1.0, backend=backend, **options).report  # type: ignore[arg-type]
-    held = held_by(report)
+    for _ in range(repeats):
+        report = ppo_advantages(**call, kl_coef=1.0, missing_eos_penalty=1.0, backend=backend, **options).report  # type: ignore[arg-type]
+    held = held_by(report._facts)
     assert len(held) > 10
     assert not {tensor.untyped_storage().data_ptr() for tensor in held} & memory
     assert max(tensor.numel() for tensor in held) < width

@@ -128,6 +128,21 @@ def test_any_call(seed: int) -> None:
     assert_replays_agree({n: v.to(device_of(BACKEND)) if isinstance(v, Tensor) else v for n, v in call.items()}, random_options(rng))
 
 
+@pytest.mark.parametrize("count", [4, 16, 19])
+def test_stop_reasons(count: int) -> None:
+    """Other words are other numbers."""
+    call, words = rows(count, 5), ["stop", "length", "abort", "tool_calls"] * count
+    turns = [words[:count], words[1 : count + 1], words[2 : count + 2], words[3 : count + 3]]
+    call["bootstrap"] = call["scores"] + 1
+    want = []
+    for reasons in turns:
+        want.append(ppo_advantages(**call, stop_reasons=reasons, missing_eos_penalty=0.5, backend=BACKEND))
+        forget()
+    for reasons, full in zip(turns, want, strict=True):
+        assert_same(ppo_advantages(**call, stop_reasons=reasons, missing_eos_penalty=0.5, backend=BACKEND), full)
+    assert is_replayed()
+
+
 def test_what_is_not_finite_is_named_in_the_call_that_has_it() -> None:
     call = rows()
     for _ in range(3):
