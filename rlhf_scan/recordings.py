@@ -88,8 +88,10 @@ class Recording(TorchDispatchMode):
     def paused(self) -> Iterator[None]:
         """Within it torch's operators are not looked at: they are a launch's."""
         self._looks = False
-        yield
-        self._looks = True
+        try:
+            yield
+        finally:
+            self._looks = True
 
     def launched(self, launch: Launch | None, programs: int, arguments: tuple[Any, ...]) -> None:
         """A kernel was; None: in a way that cannot be repeated."""

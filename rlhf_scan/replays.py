@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .locks import Lock
-from .recordings import Recording, address, tensors_in
+from .recordings import Recording, address, recording, tensors_in
 from .repeats import intercepted, key_of
 from .segments import Segments
 
@@ -55,7 +55,7 @@ def likeness(options: Sequence[Any], arguments: Mapping[str, Any], segments: Seg
 
 def repeated(key: Key | None, inputs: Sequence[Tensor], call: Callable[[], Result]) -> Result:
     """What `call` returns: outputs, and a function that makes the facts, which perhaps nobody wants. `key` and `inputs` are those of `likeness`."""
-    if key is None:
+    if key is None or recording() is not None:  # what a replay launches no recording would see
         return call()
     if not _aligned(inputs):  # other code is compiled for these
         key = *key, *[tensor.data_ptr() & 15 for tensor in inputs]
@@ -68,9 +68,9 @@ def repeated(key: Key | None, inputs: Sequence[Tensor], call: Callable[[], Resul
     if known is not _ONCE:
         replayed: Result | None = known(inputs)
         return replayed or call()
-    with Recording() as recording:
+    with Recording() as watching:
         outputs, facts = call()
-    _put(key, _replay_of(recording, inputs, outputs, facts()) or _NEVER)
+    _put(key, _replay_of(watching, inputs, outputs, facts()) or _NEVER)
     return outputs, facts
 
 
