@@ -165,6 +165,10 @@ def _check(op: str, options: PPOOptions) -> None:
         check_floats(op, "kl_coef", options.kl_coef)
     else:
         _check_number(op, "kl_coef", options.kl_coef, 0.0, finite=True)
+    for name in ("gamma", "lam", "lam_value"):
+        rate = getattr(options, name)
+        if rate is not None and not isinstance(rate, Tensor):
+            number_of(op, name, rate, "a number or a tensor")  # True equals 1.0, for which a call is known later
     _check_clip(op, options)
     if options.masked != "keep" and (options.kl_at == "all" or options.trailing == "stay"):
         name, value = ("kl_at", "all") if options.kl_at == "all" else ("trailing", "stay")

@@ -47,12 +47,12 @@ def key_of(options: Sequence[Any], given: Sequence[Any], segments: Segments | No
     for value in given:
         kind = type(value)
         if kind is Tensor:
-            if value.is_neg():  # torch negates what its memory holds
+            if value.is_neg() or value.layout is not torch.strided:  # torch negates what its memory holds; or it has none to be read
                 return None
             key.append(value.dtype)
             try:
                 contiguous, its_shape = value.is_contiguous(), value.shape
-            except RuntimeError:  # a sparse tensor is neither, a nested one has no shape
+            except RuntimeError:  # a nested tensor has no shape
                 return None
             if not contiguous:
                 key.append(False)

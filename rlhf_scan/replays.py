@@ -59,7 +59,10 @@ def repeated(key: Key | None, inputs: Sequence[Tensor], call: Callable[[], Resul
         return call()
     if not _aligned(inputs):  # other code is compiled for these
         key = *key, *[tensor.data_ptr() & 15 for tensor in inputs]
-    known = _known.get(key)
+    try:
+        known = _known.get(key)
+    except TypeError:  # an option of a type that no option has
+        return call()
     if known is None:
         _put(key, _ONCE)  # most calls of ever new shapes never come again
         return call()

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import device_of
@@ -214,6 +215,42 @@ def test_a_wrong_call_is_refused_after_right_ones() -> None:
     whitened = ppo_advantages(**call, backend=BACKEND).advantages
     with pytest.raises(InputError, match="must not be whitened"):
         ppo_advantages(**call, rewards=whitened, whiten_rewards=True, backend=BACKEND)
+
+
+@pytest.mark.parametrize("rate", [True, np.int64(1), 1 + 0j, [1.0]], ids=lambda rate: type(rate).__name__)
+@pytest.mark.parametrize("name", ["gamma", "lam", "lam_value"])
+def test_what_equals_a_number_is_none(name: str, rate: Any) -> None:
+    call = rows()
+    for _ in range(3):
+        ppo_advantages(**call, **{name: 1.0}, backend=BACKEND)
+    assert is_replayed()
+    with pytest.raises(InputError, match=f"{name} must be a number or a tensor"):
+        ppo_advantages(**call, **{name: rate}, backend=BACKEND)
+
+
+@pytest.mark.parametrize("option", ["masked", "dtype", "backend"])
+@pytest.mark.parametrize("value", [["skip"], {"a": 1}, np.ones(1)], ids=lambda value: type(value).__name__)
+def test_an_option_that_cannot_be_looked_up_is_refused(option: str, value: Any) -> None:
+    call, probs = policy()
+    policies = {"target_probs": probs[:, 1:], "policy_probs": probs[:, :-1]}
+    with pytest.raises(InputError, match=f"{option} must be"):
+        ppo_advantages(**rows(), **{"backend": BACKEND, option: value})
+    with pytest.raises(InputError, match=f"{option} must be"):
+        rlhf_scan.retrace_from_policy(**call, **policies, **{"backend": BACKEND, option: value})
+
+
+@pytest.mark.parametrize("convert", [Tensor.to_sparse, Tensor.to_sparse_csr, Tensor.to_mkldnn], ids=lambda convert: convert.__name__)
+def test_what_is_not_dense_is_refused_after_what_is(convert: Any) -> None:
+    call = rows()
+    odd = convert(call["values"].cpu())
+    for values in (call["values"], call["values"].t().contiguous().t()):
+        for _ in range(3):
+            ppo_advantages(**{**call, "values": values}, backend=BACKEND)
+            rlhf_scan.gae(values, values, backend=BACKEND)
+    with pytest.raises(InputError, match="values must be"):
+        ppo_advantages(**{**call, "values": odd}, backend=BACKEND)
+    with pytest.raises(InputError, match="rewards must be"):
+        rlhf_scan.gae(odd, call["values"], backend=BACKEND)
 
 
 def test_a_report_has_no_memory_of_the_outputs_and_can_be_sent() -> None:
