@@ -128,6 +128,13 @@ def check_boundaries(layout: Layout) -> None:
         )
 
 
+def check_padding(layout: Layout, mask: Tensor | None, attention: Tensor | None) -> None:
+    """Raise where a trainable token is padding."""
+    if mask is not None and attention is not None:
+        bad = (mask != 0) & (attention == 0)
+        _raise_where(layout, _Check("mask", mask, None, "must be 0 where attention_mask is", "swap the two, or mend one"), bad)
+
+
 def _raise_where(layout: Layout, check: _Check, bad: Tensor) -> None:
     """Raise for the first True of `bad`, naming segment or token as the caller indexes it."""
     at = bad.flatten().nonzero()

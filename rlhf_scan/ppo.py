@@ -102,7 +102,7 @@ def ppo_advantages(
         kl_at: KL counts at "trainable" tokens, or with ``masked="keep"`` at "all".
         kl_clamp: which estimators the two limits hold for: "exp" (k3 alone, the one that can overflow), "all", "off".
         log_ratio_limit, kl_limit: largest size of the log-ratio before, and of the KL after, the estimator.
-        rewards: token rewards, in the shape of `logprobs`; ignored at masked tokens.
+        rewards: token rewards, in the shape of `logprobs`; ignored at masked tokens, unless ``masked="keep"``.
         step_rewards: (sequence, end token, reward) triples: a list, [K, 3], or three tensors [K]. Tokens count from their sequence's first.
         score_at: "last", the last trainable token; or "post_eos" (TRL): the slot after the sequence's last token is one more step; its value is
             read, and its return written. A sequence without room for it has its score on the last token.
@@ -131,7 +131,8 @@ def ppo_advantages(
         validate: "shapes", or "full" to check contents too (reads the device); numbers that are not finite then raise instead of propagating.
 
     Returns:
-        PPOAdvantages(advantages, returns, rewards, kl, report): rewards are those that GAE got. Detached from autograd.
+        PPOAdvantages(advantages, returns, rewards, kl, report): rewards are those that GAE got, 0 at tokens that the mask
+            leaves out. Detached from autograd.
 
     Raises:
         InputError: an argument is wrong; the message says which, and what to do.

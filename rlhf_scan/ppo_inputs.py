@@ -14,7 +14,7 @@ from . import checks
 from .backend_choice import choose_backend
 from .call import BACKENDS, is_per_segment
 from .checks import Layout
-from .contents import check_boundaries
+from .contents import check_boundaries, check_padding
 from .errors import InputError
 from .estimators import Estimator, estimator
 from .ppo_options import PPOOptions
@@ -92,6 +92,8 @@ def resolve_inputs(
         name: None if tensors[name] is None else checks.resolve_flag(layout, name, tensors[name], segment_form=segment_form)
         for name, segment_form in _FLAGS.items()
     }
+    if validate == "full":
+        check_padding(layout, flags["mask"], flags["attention_mask"])
     if options.missing_eos_penalty and flags["has_eos"] is None:
         raise InputError(f"{OP}: has_eos must be given for missing_eos_penalty, got None; pass one flag per sequence or per token")
     if options.score_at == "post_eos":
@@ -164,6 +166,7 @@ def _score_call(
         scale=options.score_scale,
         low=low,
         high=high,
+        looks_for_eos=has_eos is not None,
         missing_eos_penalty=options.missing_eos_penalty,
         post_eos=options.score_at == "post_eos",
         trailing=options.trailing,

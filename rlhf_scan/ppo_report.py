@@ -45,7 +45,7 @@ class Facts:
     taking_for_zero: bool
     whitened: Mapping[str, Tensor]
 
-    def counts(self) -> dict[str, Tensor | int]:
+    def counts(self) -> dict[str, Tensor | int | None]:
         """Numbers on the device by name. Means are over sequences that statistics may hold."""
         located, placed = self.sequences.located, self.sequences.placed
         last, truncated, missing_eos = located.last, self.sequences.truncated, self.sequences.missing_eos
@@ -63,7 +63,7 @@ class Facts:
             "masked_tokens": self.tokens - trainable,
             "empty_sequences": empty.sum(),
             "truncated": 0 if truncated is None else truncated.sum(),
-            "missing_eos": 0 if missing_eos is None else missing_eos.sum(),
+            "missing_eos": None if missing_eos is None else missing_eos.sum(),
             "nonfinite_sequences": faulty.sum(),
             "dropped_sequences": faulty.sum() if self.dropping else 0,
             "clamped_tokens": self.clamped.sum(),
@@ -74,6 +74,8 @@ class Facts:
             "kl_mean": kl.sum() / torch.where(counted, located.trainable, 0).sum().clamp(min=1),
             "kl_per_sequence": kl.sum() / filled,
             "kl_penalty_per_sequence": torch.where(counted, self.sequences.kl_coef * kl, 0.0).sum() / filled,
+            "step_rewards_carried_back": 0,
+            "step_rewards_lost": 0,
             **self.step_rewards,
         }
 

@@ -87,7 +87,8 @@ class ScoreCall:
         has_eos: nonzero for sequences that have an end [S]; None: `ShapingCall.has_eos` says it.
         terminated, truncated, bootstrap: as in `Call`.
         bias, scale, low, high: score' = (score + bias) * scale, from `low` to `high`.
-        missing_eos_penalty: subtracted from score' where no trainable token ends the sequence; 0: nobody looks.
+        looks_for_eos: whether it is known which sequences have an end.
+        missing_eos_penalty: subtracted from score' where no trainable token ends the sequence.
         post_eos: the score belongs to the slot after the sequence's end, where there is room.
         trailing: what becomes of the score of a sequence that ends with no trainable token: "carry_back" or "error", "drop", "stay".
         trims: whether padding must be cut off a sequence, so that nothing is read there and what follows the end follows the last step.
@@ -103,6 +104,7 @@ class ScoreCall:
     scale: float
     low: float
     high: float
+    looks_for_eos: bool
     missing_eos_penalty: float
     post_eos: bool
     trailing: str
@@ -152,7 +154,7 @@ class Sequences:
         located, placed: see there.
         fault: as `Shaped.fault`, of the score, kl_coef, and the value that follows.
         kl_coef: in the call's dtype.
-        missing_eos: bool, those that pay for it; None: nobody looked.
+        missing_eos: bool, those without an end; None: it is not known.
         truncated: int64, how many of its tokens are and do not terminate; None: nobody said.
         trimmed: cu_seqlens int64 [2 S + 1] of each sequence up to its last step, and the padding after it; None: nobody asked.
     """

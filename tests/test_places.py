@@ -69,9 +69,7 @@ def found_by(backend: str, call: dict[str, Any], options: dict[str, Any], segmen
     call = {name: None if tensor is None else tensor.to(device) for name, tensor in call.items()}
     options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
     resolved = resolve_options("test", None, {name: options.get(name) for name in NAMES})
-    inputs = resolve_inputs(
-        call, resolved, segments=segments, step_rewards=None, stop_reasons=None, dtype=None, backend=backend, validate="shapes"
-    )
+    inputs = resolve_inputs(call, resolved, segments=segments, step_rewards=None, dtype=None, backend=backend, validate="shapes")
     return shaping_backend(backend).place(replace(inputs.call, dtype=torch.float64 if wide else torch.float32), inputs.scores)
 
 

@@ -91,8 +91,19 @@ def test_the_penalty_counts_end_tokens_that_are_trainable(backend: str) -> None:
     result = ppo_advantages(**on_device(rows(has_eos=at), backend), missing_eos_penalty=7.0, score_clip=2.5, backend=backend)
     assert result.rewards.tolist() == [[0, 0, 2 - 7, 0, 0], [0, 0, 0, 2.5, 0]]
     assert result.report["missing_eos"] == 1
+    looked = ppo_advantages(**on_device(rows(has_eos=at), backend), backend=backend)
+    assert looked.report["missing_eos"] == 1, "it is counted where nobody pays, too"
     said = ppo_advantages(**on_device(rows(), backend), missing_eos_penalty=7.0, stop_reasons=["stop", "length"], backend=backend)
     assert said.rewards.tolist() == [[0, 0, 2, 0, 0], [0, 0, 0, 3 - 7, 0]]
+
+
+def test_a_mask_and_an_attention_mask_that_are_swapped(backend: str) -> None:
+    call = on_device(rows(), backend)
+    swapped = {**call, "attention_mask": call["mask"], "mask": torch.ones_like(call["mask"])}
+    first = tuple((call["mask"] == 0).nonzero()[0].tolist())
+    with pytest.raises(InputError, match=rf"mask must be 0 where attention_mask is, got .* at \[{first[0]}, {first[1]}\] .*; swap the two"):
+        ppo_advantages(**swapped, backend=backend, validate="full")
+    ppo_advantages(**{**call, "attention_mask": torch.ones_like(call["mask"])}, backend=backend, validate="full")
 
 
 @pytest.mark.parametrize("masked", ["skip", "zero", "keep"])
@@ -162,7 +173,9 @@ def test_the_report_is_read_when_it_is_looked_at(backend: str, monkeypatch: pyte
         "masked_tokens": 3,
         "empty_sequences": 0,
         "truncated": 1,
-        "missing_eos": 0,
+        "missing_eos": None,
+        "step_rewards_carried_back": 0,
+        "step_rewards_lost": 0,
         "scores_post_eos": 2,
         "scores_carried_back": 0,
         "scores_lost": 0,

@@ -20,7 +20,7 @@ def placed(call: ShapingCall, given: ScoreCall, located: Located) -> Sequences:
     score = torch.zeros(call.segments, dtype=call.dtype, device=start.device) if given.scores is None else given.scores.to(call.dtype)
     score = score_paid(score, given.bias, given.scale, given.low, given.high)
     missing = None
-    if given.missing_eos_penalty:
+    if given.looks_for_eos:
         missing = lacks_eos(located.eos > 0 if given.has_eos is None else given.has_eos, last, slot)
         score = torch.where(missing, score - given.missing_eos_penalty, score)
     found = Placed(score, token_of_score(last, end, slot, given.trailing), slot, end)

@@ -39,7 +39,7 @@ def _placed(call: ShapingCall, given: ScoreCall, parts: int, table: Tensor | Non
     room = segments + -segments % 4  # rows begin at multiples of 16 bytes
     places = torch.empty(9, room, dtype=torch.int64, device=device)
     numbers = torch.empty(2, room, dtype=call.dtype, device=device)
-    missing = torch.empty(segments, dtype=torch.bool, device=device) if given.missing_eos_penalty else None
+    missing = torch.empty(segments, dtype=torch.bool, device=device) if given.looks_for_eos else None
     trimmed = torch.empty(2 * segments + 1, dtype=torch.int64, device=device) if given.trims else None
     kl_coef = given.kl_coef if isinstance(given.kl_coef, Tensor) else None
     rows, width = at_a_time(parts)
@@ -136,7 +136,7 @@ def _at_end(tensor, sequence, there, step, KIND: tl.constexpr):
 
 @triton.jit
 def _paid(given, sequence, there, last, slot, eos, missing_eos, bias, scale, low, high, penalty, ROWS: tl.constexpr, DTYPE: tl.constexpr):
-    """The score; on the way it is written which sequences pay for a missing end."""
+    """The score; on the way it is written which sequences lack an end."""
     score = tl.zeros([ROWS], DTYPE)
     if given[0] is not None:
         score = tl.load(given[0] + sequence, mask=there, other=0).to(DTYPE)
