@@ -50,12 +50,19 @@ def backend_module(name: str) -> Backend:
         raise BackendError(f"backend {name!r} needs {error.name}, which is not installed; install it or choose another backend") from error
 
 
-def choose_backend(name: str, device: torch.device) -> str:
-    """The backend that runs, given what was asked for: "auto" is triton for CUDA tensors, else cpu. Raises BackendError if it cannot."""
+def choose_backend(name: str, device: torch.device, op: str | None = None) -> str:
+    """The backend that runs, given what was asked for: "auto" is triton for CUDA tensors, else cpu.
+
+    Raises BackendError, which speaks for `op` if that is given, if it cannot run there.
+    """
     chosen = name if name != "auto" else ("triton" if device.type == "cuda" else "cpu")
-    reason = backend_module(chosen).why_not(device)
+    speaker = f"{op}: " if op else ""
+    try:
+        reason = backend_module(chosen).why_not(device)
+    except BackendError as error:
+        raise BackendError(f"{speaker}{error}") from error
     if reason is not None:
-        raise BackendError(f"backend {chosen!r} {reason}")
+        raise BackendError(f"{speaker}backend {chosen!r} {reason}")
     return chosen
 
 

@@ -15,6 +15,7 @@ from .estimators import Estimator
 from .segments import Segments
 
 RATE_REMEDY = "pass a value in that range"
+UNSPLIT = "without segments= all tokens are one sequence: pass Segments (in a request cu_seqlens), which say where each of a pack lies"
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _FLAGS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATS)
 
@@ -35,6 +36,11 @@ class Layout:
     def like(self) -> str:
         """The input whose shape it is."""
         return self.estimator.inputs[0]
+
+    @property
+    def unsplit(self) -> bool:
+        """Whether it is [N] that nobody said to be a pack: one sequence."""
+        return self.boundaries is None and len(self.shape) == 1
 
 
 def check_option(op: str, name: str, value: object, allowed: Sequence[str]) -> None:
@@ -84,7 +90,8 @@ def resolve_layout(op: str, entry: Estimator, tensor: object, segments: Segments
             "from_lengths, from_position_ids or from_segment_ids"
         )
     if first.dim() not in (1, 2):
-        raise InputError(f"{op}: {like} must be [B, T] or packed [N], got shape {list(first.shape)}; drop or merge the other dimensions")
+        remedy = "drop or merge the other dimensions" if first.dim() else "pass one entry per token"
+        raise InputError(f"{op}: {like} must be [B, T] or packed [N], got shape {list(first.shape)}; {remedy}")
     if segments is not None:
         check_total(op, like, segments, first.numel())
         return Layout(op, first.shape, first.device, segments.count, None, segments, entry)
@@ -138,11 +145,11 @@ def per_action(layout: Layout, names: Sequence[str], tensors: Mapping[str, Any])
     found: dict[str, Tensor] = {}
     for name in names:
         tensor = check_floats(layout.op, name, tensors[name])
-        actions = found[names[0]].shape[-1] if found else (tensor.shape[-1] if tensor.dim() else 0)
+        actions = found[names[0]].shape[-1] if found else (tensor.shape[-1] if tensor.dim() == len(layout.shape) + 1 else 0)
         expected = [*layout.shape, actions or "A"]
         if list(tensor.shape) != expected:
             raise InputError(
-                f"{layout.op}: {name} must have shape {expected} to match {layout.like}{f' and {names[0]}' if found else ''}, "
+                f"{layout.op}: {name} must have shape [{', '.join(map(str, expected))}] to match {layout.like}{f' and {names[0]}' if found else ''}, "
                 f"got {list(tensor.shape)}; pass one entry per token and action"
             )
         _check_device(layout, name, tensor)
@@ -188,7 +195,7 @@ def per_token_or_segment(layout: Layout, name: str, tensor: Tensor) -> Tensor:
         return _flat(tensor)
     raise InputError(
         f"{layout.op}: {name} must have shape [{layout.segments}] (one per segment) or {list(layout.shape)} (one per token), "
-        f"got {list(tensor.shape)}; " + _shape_remedy(layout, name, tensor)
+        f"got {list(tensor.shape)}; " + (UNSPLIT if _is_per_sequence(layout, tensor) else _shape_remedy(layout, name, tensor))
     )
 
 
@@ -239,7 +246,8 @@ def resolve_end(layout: Layout, entry: Estimator, end: object) -> Tensor | None:
         raise InputError(f"{layout.op}: bootstrap must be None, got a tensor; this estimator takes the value that follows from its inputs")
     checked = check_floats(layout.op, name, end)
     if entry.end == "initial" and checked.shape != (layout.segments,):
-        raise InputError(f"{layout.op}: {name} must have shape [{layout.segments}], got {list(checked.shape)}; pass one entry per segment")
+        remedy = "pass one entry per segment" + (f"; {UNSPLIT}" if _is_per_sequence(layout, checked) else "")
+        raise InputError(f"{layout.op}: {name} must have shape [{layout.segments}], got {list(checked.shape)}; {remedy}")
     return per_token_or_segment(layout, name, checked)
 
 
@@ -268,6 +276,11 @@ def _check_device(layout: Layout, name: str, tensor: Tensor) -> None:
         raise InputError(
             f"{layout.op}: {name} must be on {layout.device} like {layout.like}, got {tensor.device}; move it with .to({str(layout.device)!r})"
         )
+
+
+def _is_per_sequence(layout: Layout, tensor: Tensor) -> bool:
+    """Whether it looks like one entry per sequence of a pack that nobody said to be one."""
+    return layout.unsplit and tensor.dim() == 1 and 1 < tensor.numel() < layout.shape.numel()
 
 
 def _shape_remedy(layout: Layout, name: str, tensor: Tensor) -> str:

@@ -55,7 +55,7 @@ def estimate(
     if entry.choices:
         tensors = checks.check_choices(op, entry, tensors)
     layout = checks.resolve_layout(op, entry, tensors[entry.inputs[0]], segments)
-    chosen = choose_backend(backend, layout.device)
+    chosen = choose_backend(backend, layout.device, op)
     inputs = _inputs(layout, entry, tensors, chosen)
     resolved = {
         key: None if rates[key] is None and rate.default is None else checks.resolve_rate(layout, key, rates[key], rate.largest)

@@ -18,6 +18,7 @@ from .contents import check_boundaries, check_padding
 from .errors import InputError
 from .estimators import Estimator, estimator
 from .ppo_options import PPOOptions
+from .ppo_step_rewards import StepRewards, resolve_step_rewards
 from .segments import Segments
 from .shaping import ScoreCall, ShapingCall
 
@@ -29,15 +30,6 @@ _DIVIDERS = ("terminated", "truncated")
 _FLOATS = {"logprobs": True, "values": True, "ref_logprobs": False, "rewards": False}
 # And whether it may be once per sequence.
 _FLAGS = {"mask": False, "attention_mask": False, "has_eos": True, "terminated": True, "truncated": True}
-
-
-@dataclass(frozen=True)
-class StepRewards:
-    """Rewards at chosen tokens: int64 [K] sequences, int64 [K] tokens counted from the sequence's first, [K] rewards."""
-
-    sequences: Tensor
-    tokens: Tensor
-    rewards: Tensor
 
 
 @dataclass(frozen=True)
@@ -84,7 +76,7 @@ def resolve_inputs(
     layout = checks.resolve_layout(OP, _like(), tensors["logprobs"], segments)
     if validate == "full":
         check_boundaries(layout)
-    chosen = choose_backend(backend, layout.device)
+    chosen = choose_backend(backend, layout.device, OP)
     floats = {
         name: checks.per_token(layout, name, tensors[name]) for name, needed in _FLOATS.items() if needed or tensors[name] is not None
     }
@@ -107,7 +99,7 @@ def resolve_inputs(
         backend=chosen,
         call=_shaping_call(layout, options, floats, flags, number),
         scores=_score_call(layout, options, tensors, flags, bootstrap),
-        step_rewards=_step_rewards(layout, step_rewards, number),
+        step_rewards=resolve_step_rewards(layout, step_rewards, number),
         terminated=flags["terminated"],
         truncated=flags["truncated"],
         bootstrap=bootstrap,
@@ -185,7 +177,8 @@ def with_stop_reasons(tensors: Mapping[str, Any], segments: Segments | None, rea
     # No set, which has no order, and nothing that reading uses up.
     if isinstance(words, str) or not isinstance(words, Sequence) or len(words) != layout.segments:
         got = f"{len(words)}" if isinstance(words, list | tuple) else f"{words!r:.80}"
-        raise InputError(f"{OP}: stop_reasons must have {layout.segments} entries, one per sequence, got {got}; pass a list of words")
+        remedy = checks.UNSPLIT if layout.unsplit else "pass a list of words"
+        raise InputError(f"{OP}: stop_reasons must have {layout.segments} entries, one per sequence, got {got}; {remedy}")
     for reason in words:
         checks.check_option(OP, "stop_reasons", reason, tuple(STOP_REASONS))
     ends = [STOP_REASONS[reason] for reason in words]
@@ -227,65 +220,11 @@ def _per_sequence(layout: Layout, name: str, tensor: object) -> Tensor | None:
         remedy = "pass rewards per token as rewards=, or one number per sequence"
         if given.numel() == layout.segments:
             remedy = "squeeze it"
-        elif layout.boundaries is None and len(layout.shape) == 1:
-            remedy = "without segments= all tokens are one sequence: pass Segments, which say where each of a pack lies"
+        elif layout.unsplit:
+            remedy = checks.UNSPLIT
         raise InputError(f"{OP}: {name} must have shape [{layout.segments}], one entry per sequence, got {list(given.shape)}; {remedy}")
     if given.device != layout.device:
         raise InputError(
             f"{OP}: {name} must be on {layout.device} like logprobs, got {given.device}; move it with .to({str(layout.device)!r})"
         )
     return given.detach().resolve_neg().contiguous()
-
-
-def _step_rewards(layout: Layout, given: Any, number: torch.dtype) -> StepRewards | None:
-    """From three tensors, a [K, 3] tensor or a list of triples."""
-    if given is None:
-        return None
-    try:
-        if isinstance(given, Tensor) or not (len(given) == 3 and all(isinstance(part, Tensor) for part in given)):
-            table = (
-                given if isinstance(given, Tensor) else torch.tensor([tuple(map(float, triple)) for triple in given], dtype=torch.float64)
-            )
-            given = table.reshape(-1, 3).unbind(1)
-        sequences, tokens = (_whole(part.detach()) for part in given[:2])
-        rewards = given[2].detach().to(number)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise InputError(
-            f"{OP}: step_rewards must be (sequence, end token, reward) triples, got {type(given).__name__}; pass a list of triples, a [K, 3] "
-            "tensor, or three tensors [K], with sequences and tokens as integers, float32 or float64"
-        ) from error
-    if not (sequences.shape == tokens.shape == rewards.shape and sequences.dim() == 1):
-        shapes = [list(part.shape) for part in (sequences, tokens, rewards)]
-        raise InputError(
-            f"{OP}: step_rewards must be three tensors [K] of one length, got shapes {shapes}; pass one entry of each per step"
-        )
-    if sequences.device.type == "cpu" and tokens.device.type == "cpu":
-        _check_places(layout, sequences, tokens)
-    return StepRewards(*(part.to(layout.device, non_blocking=True) for part in (sequences, tokens, rewards)))
-
-
-def _whole(numbers: Tensor) -> Tensor:
-    """Sequences or tokens as int64; -1, which no batch has, for what is no whole number."""
-    if numbers.dtype in (torch.bfloat16, torch.float16) or numbers.dtype.is_complex:
-        raise TypeError(f"{numbers.dtype} does not hold every place")
-    whole = numbers.to(torch.int64)
-    return torch.where(numbers == whole, whole, -1)
-
-
-def _check_places(layout: Layout, sequences: Tensor, tokens: Tensor) -> None:
-    """Raise for a step outside its sequence. What lies on a GPU is not read: such a step is left out, and the report counts it."""
-    known = layout.boundaries is None or layout.boundaries.cu_seqlens.device.type == "cpu"
-    if layout.boundaries is None:
-        lengths = torch.full((layout.segments,), layout.length or 0)
-    else:
-        lengths = layout.boundaries.lengths() if known else torch.full((layout.segments,), layout.shape.numel())
-    inside = (sequences >= 0) & (sequences < layout.segments)
-    if layout.segments:
-        inside &= (tokens >= 0) & (tokens < lengths[sequences.clamp(0, layout.segments - 1)])
-    outside = (~inside).nonzero()
-    if outside.numel():
-        at = int(outside[0])
-        raise InputError(
-            f"{OP}: step_rewards must name tokens of the batch, got token {int(tokens[at])} of sequence {int(sequences[at])} at entry {at}; "
-            "count sequences from 0, and tokens from the first of their sequence, in whole numbers"
-        )

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .ppo_inputs import StepRewards
 from .ppo_options import PPOOptions
+from .ppo_step_rewards import StepRewards
 from .shaping import Placed, ShapingCall
 
 

@@ -184,7 +184,7 @@ def apply(
 
 def _backend(op: str, x: Tensor, backend: str) -> str:
     check_option(op, "backend", backend, BACKENDS)
-    return choose_backend(backend, x.device)
+    return choose_backend(backend, x.device, op)
 
 
 def _flat(x: Tensor) -> Tensor:

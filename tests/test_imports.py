@@ -103,7 +103,7 @@ def test_a_backend_whose_package_is_missing_says_so(backend: str, package: str) 
     )
     assert done.returncode == 0, done.stderr
     chosen = "cpu" if backend == "auto" else backend
-    assert done.stdout.startswith(f"backend '{chosen}' needs {package}, which is not installed; install it or choose another backend")
+    assert done.stdout.startswith(f"gae: backend '{chosen}' needs {package}, which is not installed; install it or choose another backend")
 
 
 def imports(tree: ast.AST) -> Iterator[str]:

@@ -12,7 +12,7 @@ import torch
 from wrong_calls import error_of, inputs_of, public
 
 import rlhf_scan
-from rlhf_scan import Segments
+from rlhf_scan import BackendError, Segments
 from rlhf_scan.estimators import estimator, served
 
 nan, inf = math.nan, math.inf
@@ -22,7 +22,7 @@ META = torch.device("meta")
 
 GAE: list[tuple[dict[str, Any], str]] = [
     # Shapes.
-    ({"rewards": torch.zeros(())}, "gae: rewards must be [B, T] or packed [N], got shape []; drop or merge the other dimensions"),
+    ({"rewards": torch.zeros(())}, "gae: rewards must be [B, T] or packed [N], got shape []; pass one entry per token"),
     (
         {"rewards": torch.zeros(1, 2, 3)},
         "gae: rewards must be [B, T] or packed [N], got shape [1, 2, 3]; drop or merge the other dimensions",
@@ -183,7 +183,12 @@ PACKED: list[tuple[str, dict[str, Any], str]] = [
     (
         "retrace_from_policy",
         {"next_q": torch.zeros(6)},
-        "retrace_from_policy: next_q must have shape [6, 6] to match rewards, got [6]; pass one entry per token and action",
+        "retrace_from_policy: next_q must have shape [6, A] to match rewards, got [6]; pass one entry per token and action",
+    ),
+    (
+        "retrace_from_policy",
+        {"next_q": torch.zeros(6, 0)},
+        "retrace_from_policy: next_q must have shape [6, A] to match rewards, got [6, 0]; pass one entry per token and action",
     ),
     (
         "retrace_from_policy",
@@ -196,6 +201,52 @@ PACKED: list[tuple[str, dict[str, Any], str]] = [
         "retrace_from_policy: target_probs must be on cpu like rewards, got meta; move it with .to('cpu')",
     ),
 ]
+
+
+UNSPLIT = "without segments= all tokens are one sequence: pass Segments (in a request cu_seqlens), which say where each of a pack lies"
+# A pack of 12 tokens whose segments= was forgotten.
+FORGOTTEN: list[tuple[str, dict[str, Any], str]] = [
+    *(
+        ("gae", {name: torch.ones(3)}, f"gae: {name} must have shape [1] (one per segment) or [12] (one per token), got [3]; {UNSPLIT}")
+        for name in ("bootstrap", "terminated", "truncated", "gamma")
+    ),
+    (
+        "gae",
+        {"terminated": torch.ones(13)},
+        "gae: terminated must have shape [1] (one per segment) or [12] (one per token), got [13]; pass one entry per token",
+    ),
+    ("gae", {"values": torch.ones(3)}, "gae: values must have shape [12] to match rewards, got [3]; pass one entry per token"),
+    (
+        "episodic_cumsum",
+        {"initial": torch.ones(3)},
+        f"episodic_cumsum: initial must have shape [1], got [3]; pass one entry per segment; {UNSPLIT}",
+    ),
+    *(
+        (
+            "ppo_advantages",
+            {name: torch.ones(3)},
+            f"ppo_advantages: {name} must have shape [1] (one per segment) or [12] (one per token), got [3]; {UNSPLIT}",
+        )
+        for name in ("bootstrap", "terminated", "truncated", "has_eos", "lam")
+    ),
+    (
+        "ppo_advantages",
+        {"scores": torch.ones(3)},
+        f"ppo_advantages: scores must have shape [1], one entry per sequence, got [3]; {UNSPLIT}",
+    ),
+    (
+        "ppo_advantages",
+        {"stop_reasons": ["stop"] * 3},
+        f"ppo_advantages: stop_reasons must have 1 entries, one per sequence, got 3; {UNSPLIT}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("op", "changed", "message"), FORGOTTEN, ids=[f"{op}-{next(iter(changed))}" for op, changed, _ in FORGOTTEN])
+def test_forgotten_segments(op: str, changed: dict[str, Any], message: str) -> None:
+    given = ("logprobs", "ref_logprobs", "values", "scores") if op == "ppo_advantages" else inputs_of(op, (12,))
+    arguments = {**{name: torch.zeros(1 if name == "scores" else 12) for name in given}, **changed}
+    assert error_of(lambda: public(op)(**arguments, backend="reference")) == message
 
 
 @pytest.mark.parametrize(("changed", "message"), GAE, ids=[f"{next(iter(changed))}-{i}" for i, (changed, _) in enumerate(GAE)])
@@ -234,6 +285,38 @@ def test_every_rate_of_every_estimator(op: str) -> None:
             assert message == f"{op}: {name} must lie in [0, {rate.largest:g}], got {number}; pass a value in that range"
         for edge in (0, 0.0, rate.largest, torch.tensor(0.5), torch.full((2,), 0.5), torch.full((2, 3), 0.5)):
             public(op)(**inputs_of(op, (2, 3)), **{name: edge}, backend="reference")
+
+
+STEPS = "ppo_advantages: step_rewards must be (sequence, end token, reward) triples, got {}; pass a list of triples"
+PLACES = "ppo_advantages: step_rewards must name tokens of the batch, got token {}; count sequences from 0"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([(0, 3)], STEPS.format("2 numbers at entry 0")),
+        ([(0, 1), (0, 2), (1, 1)], STEPS.format("2 numbers at entry 0")),  # six numbers, but no two triples
+        ([(0, 1, 1.0), (0, 1, 1.0, 2)], STEPS.format("4 numbers at entry 1")),
+        ([(0, 1, 1.0), 7], STEPS.format("int at entry 1")),
+        (7, STEPS.format("int")),
+        (torch.zeros(3, 2), STEPS.format("torch.float32 of shape [3, 2]")),
+        ((torch.zeros(2), torch.zeros(2).half(), torch.zeros(2)), STEPS.format("torch.float16 at entry 1")),
+        ([(0, 1.5, 1.0)], PLACES.format("1.5 of sequence 0 at entry 0 (of 3 tokens)")),
+        (torch.tensor([[0, nan, 1.0]]), PLACES.format("nan of sequence 0 at entry 0 (of 3 tokens)")),
+        ([(0, 1, 1.0), (1, 3, 1.0)], PLACES.format("3 of sequence 1 at entry 1 (of 3 tokens)")),
+        ([(0.5, 1, 1.0)], PLACES.format("1 of sequence 0.5 at entry 0 (the batch has 2 sequences)")),
+        ([(2, 1, 1.0)], PLACES.format("1 of sequence 2 at entry 0 (the batch has 2 sequences)")),
+    ],
+)
+def test_step_rewards(given: Any, message: str) -> None:
+    assert error_of(lambda: rlhf_scan.ppo_advantages(ROWS, ROWS, ROWS, None, step_rewards=given)).startswith(message)
+
+
+def test_a_backend_that_cannot_run_names_the_function() -> None:
+    rows = ROWS.to(META)
+    for op, tensors in {"gae": (rows, rows), "ppo_advantages": (rows, rows, rows, None), "whiten": (rows,)}.items():
+        for backend in ("cpu", "triton"):
+            assert error_of(partial(public(op), *tensors, backend=backend), BackendError).startswith(f"{op}: backend {backend!r} ")
 
 
 def test_the_message_comes_before_any_work() -> None:
