@@ -60,9 +60,10 @@ def compute(
     force: Annotated[bool, typer.Option(help="Overwrite OUT.")] = False,
 ) -> None:
     """Run the request in a rollout file and write its result."""
-    if output.exists() and (not force or output.samefile(source)):
-        remedy = "name another file" if force else "name another file or pass --force"
-        raise InputError(f"compute: OUT must not exist yet, got {output}; {remedy}")
+    if output.exists() and source.exists() and output.samefile(source):
+        raise InputError(f"compute: OUT must not be IN, got {output} as both; name another file")
+    if output.exists() and not force:
+        raise InputError(f"compute: OUT must not exist yet, got {output}; name another file or pass --force")
     request = read_request(source, op=op, params=_parameters(param or []))
     result = LocalEngine(backend, validate="full").run(on_device(request, device_for(backend)))
     write_result(result, output)
