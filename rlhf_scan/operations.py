@@ -70,6 +70,7 @@ class Operation:
         tensors: by name, without those that describe a pack.
         options: by name.
         outputs: names of the tensors of a result.
+        flags: those of them that are bool.
         packs: whether a tensor may describe a pack, whose sequences then are `segments`.
         run: the public function; None for an estimator, whose requests may share a launch.
         takes_backend: whether `run` takes `backend` and `validate`.
@@ -87,6 +88,7 @@ class Operation:
     takes_backend: bool = True
     report: Callable[[Any], Mapping[str, Any]] | None = None
     choices: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -130,7 +132,7 @@ def operation(name: object) -> Operation:
     for known in operations():
         if known.name == name:
             return known
-    raise InputError(f"op must be one of {sorted(known.name for known in operations())}, got {name!r}; choose one of these")
+    raise InputError(f"CreditRequest: op must be one of {sorted(known.name for known in operations())}, got {name!r}; choose one of these")
 
 
 @lru_cache(maxsize=256)

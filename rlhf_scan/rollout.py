@@ -7,9 +7,10 @@ with the report as JSON under ``report`` in the metadata. Nothing is ever unpick
 from __future__ import annotations
 
 import json
+import logging
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from .errors import InputError
 from .operations import operations, option_text
-from .requests import LAYOUTS, CreditRequest, CreditResult, parse_params
+from .requests import LAYOUTS, CreditRequest, CreditResult, parse_params, tensor_names
 
 # What a body that is not safetensors starts with, and what it then is.
 _OTHER_FORMATS = (
@@ -30,6 +31,8 @@ _OTHER_FORMATS = (
     (b"{", "JSON"),
 )
 _HEADER_SIZE = 8
+
+_log = logging.getLogger(__name__)
 
 
 def request_to_bytes(request: CreditRequest) -> bytes:
@@ -49,7 +52,8 @@ def request_from_bytes(data: bytes, *, op: str | None = None, params: Mapping[st
 
     Args:
         data: the file's bytes.
-        op: the estimator to run instead of the file's.
+        op: the estimator to run instead of the file's. What the file holds for its own and this one does not take is left out, and a
+            warning logged that names it.
         params: more parameters, as text; these win over the file's.
 
     Raises:
@@ -62,7 +66,12 @@ def request_from_bytes(data: bytes, *, op: str | None = None, params: Mapping[st
         raise InputError(
             'rollout: the metadata must hold "op", got none; name the estimator there, such as op="gae", or pass it beside the file'
         )
-    return CreditRequest(op, tensors, parse_params(op, {**metadata, **(params or {})}))
+    spare = _spare(op, written, [*tensors, *metadata])
+    if spare:
+        _log.warning("rollout: %s takes no %s, which the file holds for %s: left out", op, ", ".join(spare), written)
+    kept = {name: tensor for name, tensor in tensors.items() if name not in spare}
+    texts = {name: text for name, text in metadata.items() if name not in spare}
+    return CreditRequest(op, kept, parse_params(op, {**texts, **(params or {})}))
 
 
 def result_to_bytes(result: CreditResult) -> bytes:
@@ -129,6 +138,13 @@ def on_device(request: CreditRequest, device: torch.device) -> CreditRequest:
     """`request` with its token tensors on `device`. Boundaries stay where they are: a call copies what it needs of them."""
     tensors = {name: tensor if name in LAYOUTS else tensor.to(device) for name, tensor in request.tensors.items()}
     return replace(request, tensors=tensors)
+
+
+def _spare(op: str, written: str | None, names: Sequence[str]) -> list[str]:
+    """Those of a file's `names` that the op written there takes, and `op` does not. What neither takes is a mistake."""
+    taken = {entry.name: {*tensor_names(entry), *entry.options} for entry in operations()}
+    own = taken.get(written or "", set())
+    return [name for name in names if name in own and name not in taken.get(op, own)]
 
 
 def _to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:

@@ -22,6 +22,7 @@ _EPS = {
 }
 _UNBIASED = Option("switch", True, meaning="divide squared deviations by count - 1")
 _GROUP_OUTPUTS = ("advantages", "degenerate")
+_GROUP_FLAGS = ("degenerate",)
 
 
 def _number(default: float | None, meaning: str, largest: float = float("inf"), least: float = 0.0) -> Option:
@@ -70,6 +71,7 @@ register(
             "dtype": DTYPE,
         },
         outputs=_GROUP_OUTPUTS,
+        flags=_GROUP_FLAGS,
         packs=False,
         run=grpo,
         takes_backend=False,
@@ -82,6 +84,7 @@ register(
         tensors=_GROUP_TENSORS,
         options={"nonfinite": _GROUP_NONFINITE, "dtype": DTYPE},
         outputs=_GROUP_OUTPUTS,
+        flags=_GROUP_FLAGS,
         packs=False,
         run=rloo,
         takes_backend=False,
@@ -98,6 +101,7 @@ register(
         },
         options={"unbiased": _UNBIASED, **_EPS, "nonfinite": _GROUP_NONFINITE, "dtype": DTYPE},
         outputs=_GROUP_OUTPUTS,
+        flags=_GROUP_FLAGS,
         packs=False,
         run=reinforce_plus_plus,
         takes_backend=False,

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from fastapi import FastAPI
 from starlette.requests import Request
@@ -102,13 +103,12 @@ def _route(entry: Operation, settings: Settings, worker: Worker, metrics: Metric
     op = entry.name
 
     async def run(request: Request) -> Response:
-        sent = sent_format(request.headers)
-        wanted = wanted_format(request.headers, sent)
+        sent = sent_format(op, request.headers)
+        wanted = wanted_format(op, request.headers, sent)
         if request.query_params:
             raise InputError(f"{op}: the query string must be empty, got {request.url.query!r}; put parameters into the body")
-        limit = min(settings.max_body_bytes, settings.max_json_bytes) if sent == JSON else settings.max_body_bytes
-        with worker.admitted():
-            chunks, size = await _receive(request, limit, settings.body_seconds)
+        with worker.admitted(op):
+            chunks, size = await _receive(request, op, _Limit.of(settings, sent), settings.body_seconds)
             answer = await worker.run(Job(op, chunks, size, sent, wanted))
         metrics.tokens.labels(op).inc(answer.tokens)
         return Response(answer.body, media_type=wanted)
@@ -116,19 +116,44 @@ def _route(entry: Operation, settings: Settings, worker: Worker, metrics: Metric
     return run
 
 
-async def _receive(request: Request, limit: int, seconds: float) -> tuple[list[bytes], int]:
+@dataclass(frozen=True)
+class _Limit:
+    """How many bytes a body may have, the option of `rlhf-scan serve` that says so, and what else than raising it helps."""
+
+    size: int
+    option: str
+    remedy: str
+
+    @classmethod
+    def of(cls, settings: Settings, sent: str) -> _Limit:
+        """Of a body in the format `sent`."""
+        if sent != JSON:
+            return cls(settings.max_body_bytes, "--max-body-bytes", "split the batch")
+        remedy = "split the batch, or send safetensors, which is smaller than JSON"
+        if settings.max_json_bytes < settings.max_body_bytes:
+            return cls(settings.max_json_bytes, "--max-json-bytes", remedy)
+        return cls(settings.max_body_bytes, "--max-body-bytes", remedy)
+
+    def exceeded(self, op: str, got: str) -> Problem:
+        """What is said of a larger one."""
+        return Problem(
+            413, f"{op}: the body must have at most {self.size} bytes, got {got}; {self.remedy}, or raise the service's {self.option}"
+        )
+
+
+async def _receive(request: Request, op: str, limit: _Limit, seconds: float) -> tuple[list[bytes], int]:
     """The body in chunks, and its size; Problems say that it is too large or too slow."""
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
-        raise _too_large(limit, f"{declared} bytes")
+    if declared.isdecimal() and int(declared) > limit.size:
+        raise limit.exceeded(op, f"{declared} bytes")
     chunks: list[bytes] = []
 
     async def collect() -> int:
         size = 0
         async for chunk in request.stream():
             size += len(chunk)
-            if size > limit:
-                raise _too_large(limit, "more")
+            if size > limit.size:
+                raise limit.exceeded(op, "more")
             chunks.append(chunk)
         return size
 
@@ -136,11 +161,7 @@ async def _receive(request: Request, limit: int, seconds: float) -> tuple[list[b
         return chunks, await asyncio.wait_for(collect(), seconds)
     except asyncio.TimeoutError as error:
         raise Problem(
-            408, f"the body must arrive within {seconds:g} seconds, got a part of it; send it faster or in smaller requests"
+            408,
+            f"{op}: the body must arrive within {seconds:g} seconds, got a part of it; "
+            "send it faster or in smaller requests, or raise the service's --body-seconds",
         ) from error
-
-
-def _too_large(limit: int, got: str) -> Problem:
-    return Problem(
-        413, f"the body must have at most {limit} bytes, got {got}; split the batch, or send safetensors, which is smaller than JSON"
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from ipaddress import ip_address
 from types import TracebackType
@@ -10,6 +11,7 @@ from urllib.parse import quote
 import httpx
 import torch
 
+from rlhf_scan.checks import number_of
 from rlhf_scan.errors import EngineError, InputError
 from rlhf_scan.requests import LAYOUTS, CreditRequest, CreditResult
 from rlhf_scan.rollout import request_to_bytes, result_from_bytes
@@ -33,7 +35,7 @@ class HttpEngine:
         backoff: seconds before the first retry, doubled each time, at most 5.
 
     Raises:
-        InputError: url is no http or https address.
+        InputError: url is no http or https address, or a number cannot be used.
     """
 
     def __init__(self, url: str, *, timeout: float = 60.0, retries: int = 4, backoff: float = 0.25) -> None:
@@ -47,6 +49,11 @@ class HttpEngine:
             ) from error
         if scheme not in ("http", "https"):
             raise InputError(f"HttpEngine: url must start with http:// or https://, got {url!r}; pass one such as 'http://127.0.0.1:8000'")
+        if not 0.0 < number_of("HttpEngine", "timeout", timeout, "a number of seconds", 60.0) < math.inf:
+            raise InputError(f"HttpEngine: timeout must be > 0 seconds and finite, got {timeout}; leave it out for 60")
+        for name, number, default in (("retries", retries, 4), ("backoff", backoff, 0.25)):
+            if not 0.0 <= number_of("HttpEngine", name, number, like=default) < math.inf:
+                raise InputError(f"HttpEngine: {name} must be >= 0 and finite, got {number}; leave it out for {default}")
         self._retries = retries
         self._backoff = backoff
         self._client = httpx.Client(timeout=timeout, trust_env=not _is_loopback(httpx.URL(self.url).host))
@@ -56,7 +63,7 @@ class HttpEngine:
 
         Raises:
             InputError: the service refused the request; the message is its own.
-            EngineError: it could not be reached, or failed.
+            EngineError: it could not be reached, or failed; or this engine is closed.
         """
         response = self._post(f"{self.url}/v1/{quote(request.op, safe='')}", request_to_bytes(request))
         if response.status_code != httpx.codes.OK:
@@ -87,6 +94,8 @@ class HttpEngine:
         headers = {"Content-Type": _SAFETENSORS, "Accept": _SAFETENSORS}
         left, wait = self._retries, self._backoff
         while True:
+            if self._client.is_closed:
+                raise EngineError(f"HttpEngine: the engine for {self.url} was closed; create a new one, or run requests within its `with`")
             try:
                 response = self._client.post(url, content=body, headers=headers)
             except httpx.TimeoutException as error:
@@ -94,6 +103,8 @@ class HttpEngine:
                     f"{url} did not answer in time ({type(error).__name__}); pass a longer timeout= or send smaller requests"
                 ) from error
             except httpx.TransportError as error:
+                if _speaks_no_tls(url, error):
+                    raise EngineError(f"{url} cannot be reached: {error}; `rlhf-scan serve` speaks no TLS: pass url='http://..'") from error
                 if left <= 0:
                     raise EngineError(f"{url} cannot be reached: {error}; start the service with `rlhf-scan serve` or mend url=") from error
             else:
@@ -101,6 +112,11 @@ class HttpEngine:
                     return response
             time.sleep(min(wait, _LONGEST_WAIT))
             left, wait = left - 1, wait * 2
+
+
+def _speaks_no_tls(url: str, error: httpx.TransportError) -> bool:
+    """Whether what answered a handshake was no TLS, which another try would not change."""
+    return url.startswith("https:") and "[SSL" in str(error) and "CERTIFICATE" not in str(error)
 
 
 def _is_loopback(host: str) -> bool:

@@ -16,25 +16,25 @@ JSON = "application/json"
 FORMATS = (SAFETENSORS, JSON)
 
 
-def sent_format(headers: Mapping[str, str]) -> str:
+def sent_format(op: str, headers: Mapping[str, str]) -> str:
     """The format of the body, by Content-Type."""
     content_type = headers.get("content-type", "")
     media_type = content_type.partition(";")[0].strip().lower()
     if media_type not in FORMATS:
         raise Problem(
             415,
-            f"Content-Type must be {SAFETENSORS} or {JSON}, got {content_type or 'none'!r}; set the header to what the body is",
+            f"{op}: Content-Type must be {SAFETENSORS} or {JSON}, got {content_type or 'none'!r}; set the header to what the body is",
             {"Accept": ", ".join(FORMATS)},
         )
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise Problem(
-            415, f"Content-Encoding must be identity, got {encoding!r}; send the body uncompressed", {"Accept-Encoding": "identity"}
+            415, f"{op}: Content-Encoding must be identity, got {encoding!r}; send the body uncompressed", {"Accept-Encoding": "identity"}
         )
     return media_type
 
 
-def wanted_format(headers: Mapping[str, str], sent: str) -> str:
+def wanted_format(op: str, headers: Mapping[str, str], sent: str) -> str:
     """The format of the answer: what Accept likes best, the request's own format where it likes both."""
     accept = headers.get("accept", "").strip().lower()
     if not accept:
@@ -42,7 +42,9 @@ def wanted_format(headers: Mapping[str, str], sent: str) -> str:
     liking = {media_type: _liking(accept, media_type) for media_type in sorted(FORMATS, key=lambda media_type: media_type != sent)}
     best = max(liking, key=lambda media_type: liking[media_type])
     if liking[best] <= 0:
-        raise Problem(406, f"Accept must allow {SAFETENSORS} or {JSON}, got {accept!r}; leave it out to get the format of the request")
+        raise Problem(
+            406, f"{op}: Accept must allow {SAFETENSORS} or {JSON}, got {accept!r}; leave it out to get the format of the request"
+        )
     return best
 
 

@@ -20,6 +20,7 @@ from .problems import Problem
 
 _KEY = re.compile(rb'"(\w+)"\s*:')
 _NO_NUMBER = re.compile(rb"NaN|nan|[Ii]nf")
+_BODY = '{"tensors": {"<name>": [..]}, "params": {..}}'
 _SHAPE = "a list [..] for a pack or one row, or equally long lists [[..], [..]] for rows"
 _ALLOWED: dict[str, tuple[set[type], str]] = {
     "integer": ({int}, "integers"),
@@ -48,7 +49,10 @@ def request_from_json(op: str, body: bytes) -> CreditRequest:
         raise InputError(
             f'{op}: the body must be {{"tensors": {{..}}, "params": {{..}}}}, got the key {unknown[0]!r}; put it into one of these'
         )
-    tensors = _object(op, "tensors", document.get("tensors"))
+    if "tensors" not in document:
+        got = f"only {', '.join(map(repr, document))}" if document else "an empty object"
+        raise InputError(f'{op}: the body must hold the key "tensors", got {got}; send {_BODY}')
+    tensors = _object(op, "tensors", document["tensors"])
     params = _object(op, "params", document.get("params", {}))
     known = operation(op).tensors
     kinds = {name: known[name].kind if name in known else "integer" if name in LAYOUTS else "number" for name in tensors}
@@ -60,7 +64,7 @@ def result_to_json(op: str, result: CreditResult) -> bytes:
     arrays: dict[str, Any] = {}
     for name, tensor in result.tensors.items():
         numbers = tensor.detach().cpu()
-        if numbers.dtype not in (torch.float32, torch.float64):
+        if numbers.dtype in (torch.bfloat16, torch.float16):
             numbers = numbers.float()
         if not bool(numbers.isfinite().all()):
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -73,9 +77,7 @@ def result_to_json(op: str, result: CreditResult) -> bytes:
 
 def _object(op: str, name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise InputError(
-            f'{op}: {name} must be a JSON object, got {_kind(value)}; send {{"tensors": {{"rewards": [..]}}, "params": {{..}}}}'
-        )
+        raise InputError(f"{op}: {name} must be a JSON object, got {_kind(value)}; send {_BODY}")
     return value
 
 

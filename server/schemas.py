@@ -75,7 +75,8 @@ def _ways(entry: Operation) -> str:
 
 
 def _result(entry: Operation) -> dict[str, Any]:
-    tensors = _object({name: _numbers("number") for name in entry.outputs}, required=list(entry.outputs))
+    kinds = {name: "boolean" if name in entry.flags else "number" for name in entry.outputs}
+    tensors = _object({name: _numbers(kind) for name, kind in kinds.items()}, required=list(entry.outputs))
     return _object({"tensors": tensors, "report": {"type": "object"}}, required=["tensors", "report"])
 
 

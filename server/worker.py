@@ -56,11 +56,13 @@ class Worker:
         self._waiting: deque[Job] = deque()
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
+    def admitted(self, op: str) -> Iterator[None]:
         """Hold one of the places; a Problem where all are taken. Use it on the event loop alone."""
         if self._admitted >= self._limit:
             raise Problem(
-                503, f"the service holds {self._limit} requests, its limit; send this one again in a second", {"Retry-After": "1"}
+                503,
+                f"{op}: the service holds {self._limit} requests, its limit; send this one again in a second, or raise its --queue",
+                {"Retry-After": "1"},
             )
         self._admitted += 1
         try:

@@ -93,7 +93,20 @@ def test_compute_overwrites_only_by_force_and_never_its_input(run: Run, rollout_
     before = rollout_file.read_bytes()
     code, _, error = run("compute", rollout_file, "-o", rollout_file, "--force")
     assert (code, rollout_file.read_bytes()) == (2, before)
-    assert "name another file" in error
+    assert error == f"rlhf-scan: compute: OUT must not be IN, got {rollout_file} as both; name another file\n"
+
+
+def test_compute_leaves_out_what_another_op_does_not_take_and_says_so(
+    run: Run, rollout_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    command = ("compute", rollout_file, "-o", tmp_path / "out", "--op", "discounted_returns", "--backend", "reference")
+    assert run(*command)[0] == 0
+    assert caplog.messages == ["rollout: discounted_returns takes no values, which the file holds for gae: left out"]
+    rewards, lengths = (REQUEST.tensors[name] for name in ("rewards", "lengths"))
+    want = LocalEngine("reference").run(CreditRequest("discounted_returns", {"rewards": rewards, "lengths": lengths}, {"gamma": 0.9}))
+    assert torch.equal(load_file(tmp_path / "out")["returns"], want.tensors["returns"])
+    code, _, error = run(*command, "--force", "--param", "lam=0.9")  # what is asked for here is never left out
+    assert (code, "parameter names must be among" in error) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +119,7 @@ def test_compute_overwrites_only_by_force_and_never_its_input(run: Run, rollout_
         ({"rewards": REWARDS}, [], 'must hold "op"'),
         ({"rewards": REWARDS}, ["--op", "gea"], "op must be one of"),
         ({"rewards": REWARDS}, ["--op", "gae"], "got no values"),
+        (None, ["--force"], "must be a readable file"),
         ({"rewards": REWARDS, "values": REWARDS[:3].clone()}, ["--op", "gae"], "values must have shape [4]"),
         ({"rewards": REWARDS, "values": REWARDS * torch.nan}, ["--op", "gae"], "values must be finite"),
         ({"rewards": REWARDS}, ["--op", "discounted_returns", "--param", "gama=1"], "'gama'"),

@@ -97,6 +97,46 @@ def test_a_url_that_is_none(bad: str) -> None:
         HttpEngine(bad)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"timeout": 0}, "HttpEngine: timeout must be > 0 seconds and finite, got 0; leave it out for 60"),
+        ({"timeout": float("nan")}, "HttpEngine: timeout must be > 0 seconds and finite, got nan; leave it out for 60"),
+        ({"timeout": "60"}, "HttpEngine: timeout must be a number of seconds, got str; pass a float such as 60.0"),
+        ({"retries": -1}, "HttpEngine: retries must be >= 0 and finite, got -1; leave it out for 4"),
+        ({"backoff": float("inf")}, "HttpEngine: backoff must be >= 0 and finite, got inf; leave it out for 0.25"),
+    ],
+)
+def test_numbers_that_cannot_be_used(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        HttpEngine("http://127.0.0.1:8000", **options)
+    assert str(caught.value) == message
+
+
+def test_https_to_a_service_that_speaks_http_says_so_at_once(url: str) -> None:
+    began = time.monotonic()
+    with HttpEngine(url.replace("http:", "https:"), backoff=5) as engine, pytest.raises(EngineError) as caught:
+        engine.run(REQUEST)
+    assert "`rlhf-scan serve` speaks no TLS: pass url='http://..'" in str(caught.value)
+    assert time.monotonic() - began < 4
+
+
+def test_a_closed_engine_says_so(url: str) -> None:
+    engine = HttpEngine(url)
+    engine.close()
+    with pytest.raises(EngineError, match=rf"^HttpEngine: the engine for {url} was closed; create a new one"):
+        engine.run(REQUEST)
+
+
+def test_a_body_over_the_limit_names_op_and_setting() -> None:
+    with (
+        running(Settings(backend="reference", max_body_bytes=99)) as address,
+        HttpEngine(address) as engine,
+        pytest.raises(InputError, match=r"^gae: the body must have at most 99 bytes, got .*raise the service's --max-body-bytes$"),
+    ):
+        engine.run(REQUEST)
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])

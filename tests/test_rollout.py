@@ -84,6 +84,22 @@ def test_op_and_params_beside_the_file_win() -> None:
     assert (request.op, request.params) == ("discounted_returns", {"gamma": 0.25})
 
 
+def test_what_another_op_does_not_take_is_left_out_and_a_mistake_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    tensors = {"rewards": torch.ones(2), "values": torch.ones(2), "lam": torch.ones(2)}
+    data = rollout.request_to_bytes(CreditRequest("gae", tensors, {"gamma": 0.5, "lam_value": 0.5}))
+    request = rollout.request_from_bytes(data, op="discounted_returns")
+    assert (set(request.tensors), request.params) == ({"rewards"}, {"gamma": 0.5})
+    (message,) = caplog.messages
+    assert message.startswith("rollout: discounted_returns takes no ")
+    assert all(name in message for name in ("values", "lam", "lam_value", "for gae: left out"))
+    assert set(rollout.request_from_bytes(data, op="gae").tensors) == set(tensors)
+    mistaken = rollout.request_to_bytes(CreditRequest("gae", tensors, {"gama": 0.5}))
+    with pytest.raises(InputError, match=r"discounted_returns: parameter names must be among .*, got 'gama'"):
+        rollout.request_from_bytes(mistaken, op="discounted_returns")
+    with pytest.raises(InputError, match=r"CreditRequest: op must be one of .*, got 'gea'"):
+        rollout.request_from_bytes(data, op="gea")
+
+
 def test_a_tensor_among_the_params_becomes_one_among_the_tensors() -> None:
     request = rollout.request_from_bytes(
         rollout.request_to_bytes(CreditRequest("gae", {"rewards": torch.ones(2)}, {"gamma": torch.zeros(1)}))

@@ -103,6 +103,24 @@ def test_no_proxy_between_a_client_and_a_service_on_the_same_machine(url: str, m
             far.run(request)
 
 
+@pytest.mark.parametrize("op", ["grpo", "rloo", "reinforce_plus_plus"])
+def test_booleans_stay_booleans(url: str, op: str) -> None:
+    request = CreditRequest(op, {"scores": torch.tensor([1.0, 2.0, 3.0]), "groups": torch.tensor([0, 0, 1])})
+    want = LocalEngine().run(request).tensors
+    assert want["degenerate"].dtype == torch.bool
+    text = httpx.post(f"{url}/v1/{op}", json=as_json(request)).json()["tensors"]
+    assert text["degenerate"] == want["degenerate"].tolist()
+    assert all(type(entry) is bool for entry in text["degenerate"])
+    assert all(type(entry) is float for entry in text["advantages"])
+    file = result_from_bytes(httpx.post(f"{url}/v1/{op}", content=request_to_bytes(request), headers=SAFETENSORS).content).tensors
+    assert all(file[name].dtype == want[name].dtype and torch.equal(file[name], want[name]) for name in want)
+    schema = httpx.get(f"{url}/openapi.json").json()["paths"][f"/v1/{op}"]["post"]["responses"]["200"]["content"]["application/json"][
+        "schema"
+    ]
+    kinds = {name: array["anyOf"][0]["items"]["type"] for name, array in schema["properties"]["tensors"]["properties"].items()}
+    assert kinds == {"advantages": "number", "degenerate": "boolean"}
+
+
 @pytest.mark.parametrize("empty", [[], [[]], [[], []]])
 def test_no_tokens(url: str, empty: list[Any]) -> None:
     response = httpx.post(f"{url}/v1/gae", json={"tensors": {"rewards": empty, "values": empty}})
@@ -191,7 +209,7 @@ def test_a_full_queue_answers_503_and_health_goes_on(held: threading.Event) -> N
         assert full.status_code == 503
         assert full.headers["retry-after"] == "1"
         assert full.headers["content-type"] == "application/problem+json"
-        assert "2 requests, its limit" in full.json()["detail"]
+        assert "discounted_returns: the service holds 2 requests, its limit" in full.json()["detail"]
         assert httpx.get(f"{url}/healthz", timeout=1).status_code == 200
         assert wait_until(f"{url}/readyz", 503).headers["content-type"] == "application/problem+json"
         held.set()

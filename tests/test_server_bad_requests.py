@@ -76,7 +76,9 @@ def nested(depth: int) -> list[Any]:
         (b"[]", 422, "the body must be a JSON object, got a list"),
         (b"null", 422, "the body must be a JSON object, got null"),
         (b'"gae"', 422, "the body must be a JSON object, got a string"),
-        (b"{}", 422, "tensors must be a JSON object, got null"),
+        (b"{}", 422, 'gae: the body must hold the key "tensors", got an empty object; send {"tensors": '),
+        (b'{"params": {}}', 422, "gae: the body must hold the key \"tensors\", got only 'params'; send "),
+        (b'{"tensors": null}', 422, "tensors must be a JSON object, got null"),
     ],
 )
 def test_bodies_that_are_no_request(url: str, content: bytes, status: int, words: str) -> None:
@@ -194,11 +196,11 @@ def test_wrong_requests_in_safetensors(url: str, content: bytes, status: int, wo
         ("GET", "/nothing", {}, 404, "/openapi.json"),
         ("GET", "/v1/gae", {}, 405, "POST"),
         ("DELETE", "/healthz", {}, 405, "GET"),
-        ("POST", "/v1/gae", {}, 415, "Content-Type must be"),
+        ("POST", "/v1/gae", {}, 415, "gae: Content-Type must be"),
         ("POST", "/v1/gae", {"Content-Type": "text/plain"}, 415, "'text/plain'"),
         ("POST", "/v1/gae", {"Content-Type": "application/octet-stream"}, 415, "application/x-safetensors"),
-        ("POST", "/v1/gae", {**JSON, "Content-Encoding": "gzip"}, 415, "Content-Encoding must be identity"),
-        ("POST", "/v1/gae", {**JSON, "Accept": "text/html"}, 406, "Accept must allow"),
+        ("POST", "/v1/gae", {**JSON, "Content-Encoding": "gzip"}, 415, "gae: Content-Encoding must be identity"),
+        ("POST", "/v1/gae", {**JSON, "Accept": "text/html"}, 406, "gae: Accept must allow"),
         ("POST", "/v1/gae", {**JSON, "Accept": "application/json;q=0"}, 406, "Accept must allow"),
         ("POST", "/v1/gae?gamma=0.5", JSON, 422, "query string must be empty"),
     ],
@@ -211,6 +213,33 @@ def test_wrong_paths_and_headers(url: str, method: str, path: str, headers: dict
 def test_a_body_over_the_limit(url: str) -> None:
     check(url, httpx.post(f"{url}/v1/gae", content=bytes(LIMIT + 1), headers=SAFETENSORS), 413, f"at most {LIMIT} bytes, got {LIMIT + 1}")
     check(url, httpx.post(f"{url}/v1/gae", content=bytes(JSON_LIMIT + 1), headers=JSON), 413, f"at most {JSON_LIMIT} bytes")
+
+
+@pytest.mark.parametrize(
+    ("headers", "json_limit", "words"),
+    [
+        (
+            SAFETENSORS,
+            10,
+            "gae: the body must have at most 99 bytes, got 100 bytes; split the batch, or raise the service's --max-body-bytes",
+        ),
+        (
+            JSON,
+            10,
+            "at most 10 bytes, got 100 bytes; split the batch, or send safetensors, which is smaller than JSON, or raise the "
+            "service's --max-json-bytes",
+        ),
+        (
+            JSON,
+            200,
+            "at most 99 bytes, got 100 bytes; split the batch, or send safetensors, which is smaller than JSON, or raise the "
+            "service's --max-body-bytes",
+        ),
+    ],
+)
+def test_the_limit_that_holds_is_named(headers: dict[str, str], json_limit: int, words: str) -> None:
+    with running(Settings(backend="reference", max_body_bytes=99, max_json_bytes=json_limit)) as address:
+        assert words in httpx.post(f"{address}/v1/gae", content=bytes(100), headers=headers).json()["detail"]
 
 
 def test_a_chunked_body_over_the_limit(url: str) -> None:
@@ -227,7 +256,7 @@ def test_a_body_that_does_not_come(url: str) -> None:
         time.sleep(1.0)
         yield FILE[10:]
 
-    check(url, httpx.post(f"{url}/v1/gae", content=chunks(), headers=SAFETENSORS), 408, "within 0.5 seconds")
+    check(url, httpx.post(f"{url}/v1/gae", content=chunks(), headers=SAFETENSORS), 408, "gae: the body must arrive within 0.5 seconds")
 
 
 def test_a_client_that_goes_away(url: str) -> None:
