@@ -122,6 +122,8 @@ def _tensors(entry: Operation, shape: tuple[int, ...], segments: int, generator:
             continue
         either = shape if argument.kind == "flag" else (segments,)
         tensors[name] = _tensor(argument, sizes.get(argument.shape, (segments, 3)) if argument.shape != EITHER else either, generator)
+    if "mask" in tensors and "attention_mask" in tensors:  # a trainable token is no padding
+        tensors["attention_mask"] |= tensors["mask"]
     return tensors
 
 
