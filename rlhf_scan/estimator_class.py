@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from .estimator_checks import check_estimator, check_rate
+
 
 @dataclass(frozen=True)
 class Rate:
@@ -22,6 +24,10 @@ class Rate:
     default: float | None
     largest: float = 1.0
     meaning: str = ""
+
+    def __post_init__(self) -> None:
+        """Raise InputError for what no rate can be."""
+        check_rate(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +87,10 @@ class Estimator:
     reverse: bool = True
     fades_by_rates: bool = False
     served: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise InputError, which names what is wrong, for an estimator that could not be run."""
+        check_estimator(self)
 
     @property
     def arguments(self) -> tuple[str, ...]:

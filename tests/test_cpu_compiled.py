@@ -18,6 +18,7 @@ import torch
 
 pytest.importorskip("numba")
 from numba import njit
+from numba.extending import overload
 
 from rlhf_scan import gae
 from rlhf_scan.backends import cpu_backend, cpu_compile, cpu_disk_cache, cpu_sweep
@@ -155,6 +156,7 @@ def test_a_spoiled_file_is_not_read(spoil: Callable[[bytes], bytes], tmp_path: P
 OWN = """
 from rlhf_scan.coefficients import scanned_results
 from rlhf_scan.estimators import Estimator, Rate, register
+from rlhf_scan.naive import discounted_returns
 
 CONSTANT = 2.0
 
@@ -168,7 +170,7 @@ def coefficients(here, following, rates):
     return inner(here[0]), rates[0]
 
 register(Estimator(name="own", summary="", inputs=("rewards",), outputs=("returns",), rates={"gamma": Rate(0.5)}, channels=(("gamma",),),
-    coefficients=coefficients, results=scanned_results, naive=None, end="carry"))
+    coefficients=coefficients, results=scanned_results, naive=discounted_returns, end="carry"))
 """
 USE_OWN = (
     PROGRAM.partition("random =")[0]
@@ -214,6 +216,20 @@ def test_no_file_is_read_that_others_could_have_written(
     found = cpu_disk_cache.directory()
     assert (found is not None) == (owner != "another" and mode in (0o700, 0o755))
     assert (found is not None) == (str(tmp_path) in cpu_backend.note())
+
+
+@pytest.mark.parametrize(("mode", "owner", "is_read"), [(0o600, 0, True), (0o644, 0, True), (0o666, 0, False), (0o600, 1, False)])
+def test_a_file_that_another_put_in_place_of_ours_is_not_read(
+    mode: int, owner: int, is_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory was looked at when the process began."""
+    monkeypatch.setattr(cpu_disk_cache, "directory", lambda: tmp_path)
+    cpu_disk_cache._write("entry", b"payload")
+    (tmp_path / "entry").chmod(mode)
+    status = (tmp_path / "entry").stat()
+    made_by = status.st_uid + owner
+    monkeypatch.setattr(os, "fstat", lambda _: os.stat_result((*status[:4], made_by, *status[5:])))
+    assert cpu_disk_cache._read("entry") == (b"payload" if is_read else None)
 
 
 def test_what_others_could_write_to_is_left_alone(filled: Path, tmp_path: Path, uncached: dict[str, Any]) -> None:
@@ -344,6 +360,26 @@ def test_whatever_changes_the_code_changes_the_fingerprint(old: str, new: str) -
     assert fingerprint_of(SOURCE.replace(old, new)) != fingerprint_of(SOURCE)
 
 
+def test_a_number_put_into_a_module_changes_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "import numpy as np\ndef formula(here, following, rates):\n    return here[0] * np.ours, rates[0]\n"
+    found = []
+    for number in (1.0, 2.0, 1.0):
+        monkeypatch.setattr(np, "ours", number, raising=False)
+        found.append(fingerprint_of(source))
+    assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.parametrize("name", ["np.heaviside", "np.spacing"])
+def test_a_function_that_a_user_taught_numba_is_not_known(name: str) -> None:
+    """What it is compiled to can be another in the next process."""
+    source = f"import numpy as np\ndef formula(here, following, rates):\n    return {name}(here[0]), rates[0]\n"
+    fingerprint_of(source.replace(name, "np.sin"))
+    function = getattr(np, name.removeprefix("np."))
+    overload(function, strict=False)(lambda *arguments: lambda *arguments: 1.0)
+    with pytest.raises(Unknown):
+        fingerprint_of(source)
+
+
 def test_settings_and_options_change_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
     def function(x: Any) -> Any:
         return x
@@ -355,7 +391,7 @@ def test_settings_and_options_change_the_fingerprint(monkeypatch: pytest.MonkeyP
     assert plain != fingerprint(cpu_compile.inlined()(function))
 
 
-@pytest.mark.parametrize("helper", [np.ones(2), [1.0], torch.zeros(1), json, njit(abs_of)], ids=lambda helper: type(helper).__name__)
+@pytest.mark.parametrize("helper", [np.ones(2), np.frompyfunc(abs, 1, 1), np.random, [1.0], torch.zeros(1), json, njit(abs_of)], ids=lambda helper: type(helper).__name__)
 def test_what_numba_makes_of_something_else_is_not_known(helper: Any) -> None:
     with pytest.raises(Unknown):
         fingerprint_of("def formula(here, following, rates):\n    return other(here[0]), rates[0]\n", other=helper)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from toy_estimator import NAME
 from typer.testing import CliRunner
 
 from rlhf_scan import CreditRequest, CreditResult, InputError, LocalEngine, execute
-from rlhf_scan.estimators import served, unregister
+from rlhf_scan.estimators import Estimator, Rate, estimator, register, served, unregister
 from rlhf_scan.rollout import read_result, write_request
 
 pytestmark = pytest.mark.usefixtures("nan_filled", "no_hang")
@@ -86,6 +87,80 @@ def test_errors_name_it_and_its_arguments() -> None:
         LocalEngine("cpu").run(CreditRequest(NAME, {"rewards": torch.zeros(3)}))
     with pytest.raises(InputError, match=rf"^{NAME}: scale must lie in \[0, inf\], got -1"):
         LocalEngine("cpu").run(CreditRequest(NAME, {"rewards": torch.zeros(3), "log_visits": torch.zeros(3)}, {"scale": -1.0}))
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "words"),
+    [
+        ("gae", {"name": "my est"}, "^Estimator: name must be a Python identifier, got 'my est'; write it like"),
+        ("gae", {"name": "class"}, "name must be a Python identifier, got 'class'"),
+        ("gae", {"name": None}, "name must be a Python identifier, got None"),
+        ("gae", {"inputs": ("rewards", "my values")}, "inputs, .* must be Python identifiers, got 'my values'"),
+        ("gae", {"inputs": ("rewards", "mask"), "following": ()}, "must be none of .*, got 'mask'; rename it"),
+        ("gae", {"inputs": ("values", "values")}, "must differ, got 'values' twice"),
+        ("gae", {"inputs": ("gamma", "values")}, "must differ, got 'gamma' twice"),
+        ("gae", {"inputs": "values"}, r'inputs must be a tuple of names, got .values.; write \("values",\)'),
+        ("gae", {"inputs": ["rewards", "values"]}, "inputs must be a tuple of names, got \\['rewards'"),
+        ("gae", {"inputs": ()}, "inputs must hold one name at least"),
+        ("gae", {"outputs": ("a", "a")}, "outputs must differ, got 'a' twice"),
+        ("gae", {"outputs": ()}, "outputs must hold one name at least"),
+        ("gae", {"rates": {"gamma": 0.99}}, r"rates must map names to Rate, got 0.99 for 'gamma'; write Rate\(0.99\)"),
+        ("gae", {"rates": ("gamma",)}, "rates must map names to Rate"),
+        ("gae", {"channels": (("gamma", "lamb"),)}, "channels must be among rates .*, got 'lamb'; correct the name or add it"),
+        ("gae", {"channels": ("gamma",)}, "channels must be one or two tuples of rates"),
+        ("gae", {"channels": ()}, "channels must be one or two tuples"),
+        ("gae", {"channels": (("gamma", "lam"), ("lam_value",))}, "channels must take as many rates each"),
+        ("gae", {"channels": (("gamma", "gamma"),)}, "channels must name each rate once"),
+        ("gae", {"channels": (("gamma", "lam"),)}, "channels must name every rate, got no 'lam_value'"),
+        ("gae", {"channels": (("gamma", "lam_value"), ("gamma", "lam"))}, "first channel must have a default, got None for 'lam_value'"),
+        ("gae", {"following": ("value",)}, "following must be among inputs .*, got 'value'"),
+        ("gae", {"following": "values"}, "following must be a tuple of names, got 'values'"),
+        ("gae", {"following": ()}, "end must be one of .* where following is empty"),
+        ("gae", {"rates_following": ("lam_value",)}, "rates_following must be among rates of the first channel .*, got 'lam_value'"),
+        ("gae", {"rates_following": ("lam",)}, "rates_following must stand at the same place in each channel, got 'lam'"),
+        ("gae", {"minus_infinity": ("logprobs",)}, "minus_infinity must be among inputs .*, got 'logprobs'"),
+        ("gae", {"takes": ("masks",)}, "takes must be among flags .*, got 'masks'"),
+        ("gae", {"takes": "mask"}, "takes must be a tuple of names, got 'mask'"),
+        ("gae", {"end": "bootstrap"}, "end must be one of .*, got 'bootstrap'; choose one of these"),
+        ("gae", {"starts": True}, "starts must be False unless reverse is False"),
+        ("gae", {"coefficients": None}, "coefficients must be a function, got None"),
+        ("gae", {"naive": None}, "naive must be a function, got None"),
+        ("gae", {"naive": lambda steps, rewards: None}, r"naive must take \(steps, rewards, values, \*, gamma, lam, lam_value\), got"),
+        ("gae", {"counts": {"cut": 1}}, "counts must map names to functions"),
+        ("retrace", {"continuation": "next_q"}, "continuation must be among inputs .*, got 'next_q'"),
+        ("retrace", {"following": ("expected_next_q",)}, "following must not hold the continuation"),
+        ("retrace_from_policy", {"continuation": None}, "expectation must stand in place of a continuation"),
+        ("retrace_from_policy", {"expectation": ("next_q",)}, "expectation must be a pair of names"),
+        ("retrace_from_policy", {"choices": {"logprobs": ("probs", "actions")}}, "choices must be among inputs .*, got 'logprobs'"),
+    ],
+)
+def test_a_description_that_makes_no_sense_is_refused(base: str, changes: dict[str, Any], words: str) -> None:
+    """When it is made, by name; not by a KeyError in a call."""
+    with pytest.raises(InputError, match=words) as caught:
+        replace(estimator(base), **changes)
+    assert str(caught.value).startswith(f"{base}: " if "name" not in changes else "Estimator: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((2.0,), r"default must lie in \[0, 1\], got 2.0"),
+        (("0.9",), r"default must lie in \[0, 1\], got '0.9'"),
+        ((0.5, -1.0), "largest must be a number > 0, got -1.0"),
+        ((0.5, float("nan")), "largest must be a number > 0, got nan"),
+    ],
+)
+def test_a_rate_that_makes_no_sense_is_refused(arguments: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(InputError, match=f"^Rate: {words}"):
+        Rate(*arguments)
+
+
+def test_what_is_registered_is_an_estimator_of_a_new_name() -> None:
+    with pytest.raises(InputError, match=r"^register: estimator must be an Estimator, got str"):
+        register("gae")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=f"^register: an estimator named '{NAME}' exists"):
+        toy_estimator.add()
+    assert isinstance(estimator(NAME), Estimator)
 
 
 def test_http() -> None:
