@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,13 @@ _REGISTRY: dict[str, Estimator] = {}
 
 
 def register(estimator: Estimator) -> Estimator:
-    """Make `estimator` known to every backend, engine and door."""
+    """Make `estimator` known to every backend, engine and door.
+
+    Raises:
+        InputError: it is no `Estimator`, or its name is taken.
+    """
+    if not isinstance(estimator, Estimator):
+        raise InputError(f"register: estimator must be an Estimator, got {type(estimator).__name__}; make one")
     if estimator.name in _REGISTRY:
         raise InputError(f"register: an estimator named {estimator.name!r} exists; choose another name or unregister it first")
     _REGISTRY[estimator.name] = estimator
@@ -26,7 +33,7 @@ def register(estimator: Estimator) -> Estimator:
 
 
 def unregister(name: str) -> None:
-    """Forget an estimator (for tests of new ones)."""
+    """Forget an estimator, so that another may have its name (in a notebook, in tests); an unknown name is no error."""
     _REGISTRY.pop(name, None)
 
 
@@ -53,6 +60,11 @@ def _unknown(name: object) -> InputError:
 def served() -> Iterator[Estimator]:
     """The estimators that requests may name."""
     return (entry for entry in _REGISTRY.values() if entry.served)
+
+
+def written_with(formula: Callable[..., Any]) -> list[str]:
+    """The names of the estimators that have `formula` as builder or epilogue."""
+    return [entry.name for entry in _REGISTRY.values() if formula in (entry.coefficients, entry.results)]
 
 
 _GAMMA = Rate(1.0, meaning="discount per step")

@@ -16,6 +16,7 @@ from ..call import MASK_MODES
 from ..estimators import Estimator
 from .cpu_arrays import OPTIONS, at, blanker, compiled, index, rate_reader, reader, writer
 from .cpu_compile import compiled_once
+from .cpu_formula_errors import formula_error
 from .formulas import compiled_formula
 
 SKIP, ZERO, KEEP = (MASK_MODES.index(mode) for mode in ("skip", "zero", "keep"))
@@ -29,7 +30,7 @@ def compiled_sweep(
 
     Called as ``sweep(pieces, carries, outputs, inputs, rates, rate_kinds, flags, kinds, masked, starts, bootstrap, bounds)`` it reads the carry that
     enters each piece from `carries` and writes the outputs; an `aggregate` sweep writes to `carries` what each piece does to a carry.
-    Kinds tell how a number is indexed: by nothing (0), segment (1) or token (2).
+    Kinds tell how a number is indexed: by nothing (0), segment (1) or token (2). It raises FormulaError where numba cannot compile a formula.
     """
     read = reader(tuple(range(len(entry.inputs))))
     coefficients, results = (compiled_formula(formula, _OWN, compiled, number) for formula in (entry.coefficients, entry.results))
@@ -39,7 +40,17 @@ def compiled_sweep(
     steps = [_step(build, read_following, entry.end in ("carry", "initial"), number, aggregate, select) for select in (True, False)]
     outputs = _outputs(results, writer(len(entry.outputs)), read_rates[0])
     sweep: Callable[..., None] = _sweep(steps, read, outputs, blanker(len(entry.outputs)), entry.reverse, number, aggregate)
-    return sweep
+
+    def explained(*arguments: Any) -> None:
+        try:
+            sweep(*arguments)
+        except Exception:  # numba's are of many kinds
+            mistake = formula_error(entry, coefficients, results, rates[0], number)
+            if mistake is None:
+                raise
+            raise mistake from None
+
+    return explained
 
 
 @compiled

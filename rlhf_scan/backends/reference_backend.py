@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ..call import Call, Rate, is_per_segment
+from ..errors import FormulaError
+from ..estimators import Estimator
 from ..naive import Step, Tokens
 
 
@@ -35,9 +37,9 @@ def run(call: Call) -> list[Tensor]:
     rates = {name: _rate_of(rate) for name, rate in _named_rates(call).items()}
     bounds = _boundaries(call)
     for segment, (start, stop) in enumerate(pairwise(bounds)):
-        results = call.estimator.naive(
-            _steps(call, segment, start, stop, trainable), *inputs, **{name: rate(segment) for name, rate in rates.items()}
-        )
+        steps = _steps(call, segment, start, stop, trainable)
+        results = call.estimator.naive(steps, *inputs, **{name: rate(segment) for name, rate in rates.items()})
+        _check_results(call.estimator, steps, results)
         for output, result in zip(outputs, results, strict=True):
             for token, number in result.items():
                 output[token] = number if trainable[token] else 0.0
@@ -59,6 +61,21 @@ def chosen_logprobs(probabilities: Tensor, actions: Tensor, dtype: torch.dtype) 
     rows = probabilities.double().reshape(-1, probabilities.shape[-1]).tolist()
     chosen = [row[action] if 0 <= action < len(row) else math.nan for row, action in zip(rows, actions.tolist(), strict=True)]
     return torch.tensor(chosen, dtype=torch.float64).log().to(dtype).to(probabilities.device)
+
+
+def _check_results(entry: Estimator, steps: list[Step], results: object) -> None:
+    """Raise FormulaError unless they are one number per step for each output."""
+    wanted = f"{entry.name}: naive must return a tuple of {len(entry.outputs)} {{token: number}} ({', '.join(entry.outputs)}), got"
+    remedy = "end it with return (x,), x having a number for the token of each step"
+    if not isinstance(results, tuple | list) or not all(isinstance(result, Mapping) for result in results):
+        found = [type(result).__name__ for result in results] if isinstance(results, tuple | list) else type(results).__name__
+        raise FormulaError(f"{wanted} {found}; {remedy}")
+    if len(results) != len(entry.outputs):
+        raise FormulaError(f"{wanted} {len(results)}; {remedy}")
+    for name, result in zip(entry.outputs, results, strict=True):
+        missing = [step.token for step in steps if step.token not in result]
+        if missing:
+            raise FormulaError(f"{wanted} {name} without token {missing[0]}; {remedy}")
 
 
 def _steps(call: Call, segment: int, start: int, stop: int, trainable: list[bool]) -> list[Step]:
