@@ -391,7 +391,11 @@ def test_settings_and_options_change_the_fingerprint(monkeypatch: pytest.MonkeyP
     assert plain != fingerprint(cpu_compile.inlined()(function))
 
 
-@pytest.mark.parametrize("helper", [np.ones(2), np.frompyfunc(abs, 1, 1), np.random, [1.0], torch.zeros(1), json, njit(abs_of)], ids=lambda helper: type(helper).__name__)
+@pytest.mark.parametrize(
+    "helper",
+    [np.ones(2), np.frompyfunc(abs, 1, 1), np.random, [1.0], torch.zeros(1), json, njit(abs_of)],
+    ids=lambda helper: type(helper).__name__,
+)
 def test_what_numba_makes_of_something_else_is_not_known(helper: Any) -> None:
     with pytest.raises(Unknown):
         fingerprint_of("def formula(here, following, rates):\n    return other(here[0]), rates[0]\n", other=helper)

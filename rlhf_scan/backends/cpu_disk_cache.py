@@ -43,10 +43,14 @@ def directory() -> Path | None:
         return None
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.stat()
+        return path if _is_ours_alone(path.stat()) else None
     except OSError:
         return None
-    return path if status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022 else None
+
+
+def _is_ours_alone(status: os.stat_result) -> bool:
+    """Whether no other user could have written it."""
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022
 
 
 class DiskCache(NullCache):
@@ -98,7 +102,10 @@ def _read(entry: str) -> bytes | None:
     if path is None:
         return None
     try:
-        data = (path / entry).read_bytes()
+        with (path / entry).open("rb") as file:
+            if not _is_ours_alone(os.fstat(file.fileno())):  # where others may rename directories, the one that was looked at is gone
+                return None
+            data = file.read()
     except OSError:
         return None
     payload = data[_DIGEST_BYTES:]
