@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+Imports = Annotated[
+    list[str] | None,
+    typer.Option("--import", metavar="MODULE", help="Imported first, to register estimators; here or installed; repeatable."),
+]
 
 
 def main() -> None:
@@ -58,8 +65,10 @@ def compute(
     param: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Parameter, instead of the file's; repeatable.")] = None,
     backend: Annotated[str, typer.Option(help="auto, triton, cpu or reference.")] = "auto",
     force: Annotated[bool, typer.Option(help="Overwrite OUT.")] = False,
+    imports: Imports = None,
 ) -> None:
     """Run the request in a rollout file and write its result."""
+    _import("compute", imports)
     if output.exists() and source.exists() and output.samefile(source):
         raise InputError(f"compute: OUT must not be IN, got {output} as both; name another file")
     if output.exists() and not force:
@@ -82,17 +91,20 @@ def serve(
     max_json_bytes: Annotated[int | None, typer.Option(help="Largest JSON body, 413 beyond [RLHF_SCAN_MAX_JSON_BYTES; 64 MiB].")] = None,
     body_seconds: Annotated[float | None, typer.Option(help="How long a body may take, 408 beyond [RLHF_SCAN_BODY_SECONDS; 60].")] = None,
     warm: Annotated[str | None, typer.Option(metavar="OP,OP", help="Compiled before the service is ready [RLHF_SCAN_WARM; gae].")] = None,
+    imports: Imports = None,
 ) -> None:
     """Serve every operation over HTTP, until interrupted; an option left out is what the environment says, or its default."""
-    given = {name: value for name, value in locals().items() if value is not None}
+    given = {name: value for name, value in locals().items() if value is not None and name != "imports"}
+    _import("serve", imports)
     with _needs("server"):
         from rlhf_scan.server import serving
     serving.serve(serving.Settings.from_environment(**given))
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False, imports: Imports = None) -> None:
     """Say what runs here, and test each usable backend against the reference; exit code 1 if a test fails."""
+    _import("doctor", imports)
     report = doctor_report.examine()
     if as_json:
         print(json.dumps(report, indent=2))
@@ -125,6 +137,22 @@ def _needs(extra: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise RlhfScanError(f"this command needs {error.name}, which is not installed; run pip install 'rlhf-scan[{extra}]'") from error
+
+
+def _import(command: str, modules: list[str] | None) -> None:
+    """Import the user's modules, which register what they add; they may lie in the current directory, as for ``python -m``."""
+    if modules and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    for module in modules or []:
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # whatever the module raises
+            remedy = "name it as in an import statement, and run where it lies or install it"
+            if not (isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module}.".startswith(f"{error.name}.")):
+                remedy = "mend it"
+            raise InputError(
+                f"{command}: --import must name a module that can be imported, got {module!r}: {type(error).__name__}: {error}; {remedy}"
+            ) from error
 
 
 def _parameters(texts: list[str]) -> dict[str, str]:

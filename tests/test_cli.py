@@ -141,6 +141,85 @@ def test_compute_says_in_one_line_what_is_wrong(run: Run, tmp_path: Path, conten
     assert not (tmp_path / "out").exists()
 
 
+OWN_MODULE = """
+from dataclasses import replace
+from rlhf_scan.estimators import estimator, register
+register(replace(estimator("discounted_returns"), name="own_returns"))
+"""
+OWN_REQUEST = CreditRequest("own_returns", {"rewards": REWARDS}, {"gamma": 0.5})
+
+
+@pytest.fixture
+def own_module(tmp_path: Path) -> Path:
+    """A folder in which a user's module registers "own_returns", and a request for it lies."""
+    (tmp_path / "own_estimators.py").write_text(OWN_MODULE)
+    register(replace(estimator("discounted_returns"), name="own_returns"))
+    try:
+        write_request(OWN_REQUEST, tmp_path / "in")
+    finally:
+        unregister("own_returns")
+    return tmp_path
+
+
+def test_compute_imports_a_module_of_the_current_directory(own_module: Path) -> None:
+    command = [str(Path(sys.executable).with_name("rlhf-scan")), "compute", "in", "-o", "out", "--backend", "reference"]
+    without = subprocess.run(command, cwd=own_module, capture_output=True, text=True, check=False)
+    assert without.returncode == 2
+    assert "op must be one of" in without.stderr
+    done = subprocess.run([*command, "--import", "json", "--import", "own_estimators"], cwd=own_module, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "own_returns: 1 segments, 4 tokens" in done.stdout
+    assert load_file(own_module / "out")["returns"].tolist() == [0.3125, 0.625, 1.25, 0.5]
+
+
+def test_serve_imports_a_module_of_the_current_directory(own_module: Path) -> None:
+    arguments = "--backend", "reference", "--warm", "own_returns", "--import", "own_estimators"
+    with serving(*arguments, folder=own_module) as (_, url):
+        answer = httpx.post(f"{url}/v1/own_returns", json={"tensors": {"rewards": REWARDS.tolist()}, "params": {"gamma": 0.5}}, timeout=60)
+        assert answer.json()["tensors"] == {"returns": [0.3125, 0.625, 1.25, 0.5]}
+
+
+def test_doctor_tests_an_imported_estimator(run: Run, own_module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(own_module)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr("rlhf_scan.doctor.BACKENDS", ("reference",))
+    try:
+        assert "own_returns agrees with the reference" in run("doctor", "--import", "own_estimators")[1]
+    finally:
+        unregister("own_returns")
+        sys.modules.pop("own_estimators", None)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("not_there", "ModuleNotFoundError: No module named 'not_there'; name it as in an import statement, and run where it lies"),
+        ("plain_module.py", "'plain_module' is not a package; name it as in an import statement"),
+        ("broken", "got 'broken': ZeroDivisionError: division by zero; mend it"),
+        ("wanting", "got 'wanting': ModuleNotFoundError: No module named 'not_there'; mend it"),
+        ("nonsense", "got 'nonsense': InputError: own: end must be one of"),
+        ("", "got '': ValueError: Empty module name"),
+    ],
+)
+@pytest.mark.parametrize("command", ["compute", "serve", "doctor"])
+def test_a_module_that_cannot_be_imported(
+    run: Run, monkeypatch: pytest.MonkeyPatch, rollout_file: Path, command: str, module: str, words: str
+) -> None:
+    folder = rollout_file.parent
+    (folder / "plain_module.py").write_text("")
+    (folder / "broken.py").write_text("1 / 0")
+    (folder / "wanting.py").write_text("import not_there")
+    (folder / "nonsense.py").write_text(OWN_MODULE.replace('name="own_returns"', 'name="own", end="bootstrap"'))
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    arguments: list[str | Path] = [rollout_file, "-o", folder / "out"] if command == "compute" else []
+    code, printed, error = run(command, *arguments, "--import", module)
+    assert (code, printed) == (2, "")
+    assert error.startswith(f"rlhf-scan: {command}: --import must name a module that can be imported, got '{module}': ")
+    assert words in error
+    assert error.count("\n") == 1
+
+
 def test_version_and_help(run: Run) -> None:
     assert run("--version")[1] == f"rlhf-scan {__version__}\n"
     printed = run("--help")[1]
@@ -197,10 +276,12 @@ def test_a_missing_extra_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, com
 
 
 @contextmanager
-def serving(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`rlhf-scan serve` as a process on a free port, and its address."""
+def serving(*arguments: str, folder: Path | None = None, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`rlhf-scan serve` as a process in `folder` on a free port, and its address."""
     command = [str(Path(sys.executable).with_name("rlhf-scan")), "serve", "--port", "0", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    process = subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
     try:
         assert process.stdout is not None
         yield process, process.stdout.readline().split()[-1]
@@ -227,6 +308,7 @@ def test_serve_computes_as_compute_does_and_finishes_what_is_in_flight(rollout_f
 def test_serve_has_an_option_for_every_setting(run: Run) -> None:
     """Named in its help with its variable, and it reaches the setting, whose error it gets here."""
     options = {option.name: option for option in typer.main.get_command(cli.app).commands["serve"].params}  # type: ignore[attr-defined]
+    assert options.pop("imports").opts == ["--import"]  # done before there are settings
     assert set(options) == {field.name for field in fields(Settings)}
     for name, option in options.items():
         assert f"[RLHF_SCAN_{name.upper()}; " in option.help
