@@ -17,6 +17,8 @@ _REMEDY = 'mend it as docs/estimators.md says under "A new one", or choose backe
 
 def formula_error(entry: Estimator, coefficients: Any, results: Any, rates: int, number: type) -> FormulaError | None:
     """What is wrong with the compiled builder or epilogue of `entry`, whose channels take so many `rates`; None: neither is to blame."""
+    if not hasattr(coefficients, "py_func"):  # NUMBA_DISABLE_JIT: nothing is compiled
+        return None
 
     def numbers(count: int) -> Any:
         return typeof((number(0),) * count)
