@@ -1,4 +1,4 @@
-"""What is wrong with an estimator's description is said where it is made, not where it is first used."""
+"""What is wrong with an estimator's description is said where it is registered, not where it is first used."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .estimator_checks import check_estimator, check_rate
+from .estimator_checks import check_rate
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,6 @@ class Estimator:
     reverse: bool = True
     fades_by_rates: bool = False
     served: bool = True
-
-    def __post_init__(self) -> None:
-        """Raise InputError, which names what is wrong, for an estimator that could not be run."""
-        check_estimator(self)
 
     @property
     def arguments(self) -> tuple[str, ...]:

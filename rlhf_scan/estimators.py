@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import coefficients, naive
 from .errors import InputError
+from .estimator_checks import check_estimator
 from .estimator_class import Estimator as Estimator
 from .estimator_class import Rate as Rate
 
@@ -22,10 +23,11 @@ def register(estimator: Estimator) -> Estimator:
     """Make `estimator` known to every backend, engine and door.
 
     Raises:
-        InputError: it is no `Estimator`, or its name is taken.
+        InputError: its name is taken, or what describes it makes no sense; the message names what.
     """
     if not isinstance(estimator, Estimator):
         raise InputError(f"register: estimator must be an Estimator, got {type(estimator).__name__}; make one")
+    check_estimator(estimator)
     if estimator.name in _REGISTRY:
         raise InputError(f"register: an estimator named {estimator.name!r} exists; choose another name or unregister it first")
     _REGISTRY[estimator.name] = estimator

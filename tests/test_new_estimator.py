@@ -135,9 +135,9 @@ def test_errors_name_it_and_its_arguments() -> None:
     ],
 )
 def test_a_description_that_makes_no_sense_is_refused(base: str, changes: dict[str, Any], words: str) -> None:
-    """When it is made, by name; not by a KeyError in a call."""
+    """When it is registered, by name; not by a KeyError in a call."""
     with pytest.raises(InputError, match=words) as caught:
-        replace(estimator(base), **changes)
+        register(replace(estimator(base), **changes))
     assert str(caught.value).startswith(f"{base}: " if "name" not in changes else "Estimator: ")
 
 
