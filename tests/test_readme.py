@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pages import ADDRESS, BIN, SERVE, blocks, run_python, serving
 from tiny_ppo import tiny_trainer
 
 from rlhf_scan import gae
@@ -19,17 +19,10 @@ from rlhf_scan.rollout import read_result
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-BIN = Path(sys.executable).parent
-SERVE, ADDRESS = "rlhf-scan serve --port 8000", "http://127.0.0.1:8000"
-
-
-def blocks(language: str) -> list[str]:
-    """The fenced blocks in that language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 
 
 def shell_block(containing: str) -> str:
-    (block,) = [block for block in blocks("sh") if containing in block]
+    (block,) = [block for block in blocks(README, "sh") if containing in block]
     return block
 
 
@@ -37,13 +30,8 @@ def shell_block(containing: str) -> str:
 def address() -> Iterator[str]:
     """Where README's server listens: its own command, on a free port."""
     assert f"`{SERVE}`" in README
-    command = [BIN / "rlhf-scan", *SERVE.replace("8000", "0").split()[1:]]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
-        try:
-            assert server.stdout is not None
-            yield server.stdout.readline().split()[-1]
-        finally:
-            server.terminate()
+    with serving() as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +46,14 @@ def namespace(address: str, folder: Path) -> Iterator[dict[str, Any]]:
 
     torch.manual_seed(0)
     names: dict[str, Any] = {"trainer": tiny_trainer(folder / "trainer", updates=1)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        for number, block in enumerate(blocks("python")):
-            exec(compile(block.replace(ADDRESS, address), f"README.md, Python block {number + 1}", "exec"), names)
+    run_python(README, "README.md", address, folder, names)
     yield names
     ray.shutdown()
 
 
 def test_python_blocks(namespace: dict[str, Any]) -> None:
     """Each ran, and through each door the example's numbers came out."""
-    assert "".join(blocks("python")).count("engine.run(request)") == 2
+    assert "".join(blocks(README, "python")).count("engine.run(request)") == 2
     advantages, returns = gae(namespace["rewards"], namespace["values"], segments=namespace["segments"], lam=0.95, backend="reference")
     torch.testing.assert_close(namespace["advantages"], advantages)
     torch.testing.assert_close(namespace["result"].tensors["returns"], returns)
@@ -92,7 +77,7 @@ def test_rollout_file(namespace: dict[str, Any], folder: Path) -> None:
 
 
 def test_make_targets() -> None:
-    targets = set(re.findall(r"\bmake (\w+)", "".join(blocks("sh"))))
+    targets = set(re.findall(r"\bmake (\w+)", "".join(blocks(README, "sh"))))
     assert targets == {"demo", "test", "setup"}
     subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, check=True, capture_output=True, timeout=60)
 

@@ -6,7 +6,6 @@ import inspect
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from pages import ADDRESS, BIN, blocks, run_python, serving
 
 from rlhf_scan import LocalEngine
 from rlhf_scan.estimators import served
@@ -25,24 +25,12 @@ from rlhf_scan.server import HttpEngine, Settings
 from rlhf_scan.server.schemas import _ERRORS
 
 PAGE = (Path(__file__).parent.parent / "docs" / "serving.md").read_text()
-BIN = Path(sys.executable).parent
-ADDRESS = "http://127.0.0.1:8000"
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with subprocess.Popen(
-        [BIN / "rlhf-scan", "serve", "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as server:
-        try:
-            assert server.stdout is not None
-            yield server.stdout.readline().split()[-1]
-        finally:
-            server.terminate()
+    with serving() as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def names(ray: Any, address: str, folder: Path) -> dict[str, Any]:
     """What the Python blocks leave behind."""
     names: dict[str, Any] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        for number, block in enumerate(blocks("python")):
-            exec(compile(block.replace(ADDRESS, address), f"serving.md, Python block {number + 1}", "exec"), names)
+    run_python(PAGE, "serving.md", address, folder, names)
     return names
 
 
@@ -68,7 +53,7 @@ def test_python_blocks(names: dict[str, Any]) -> None:
 
 
 def test_curl(names: dict[str, Any], address: str, folder: Path) -> None:
-    (block,) = [block for block in blocks("sh") if "curl" in block]
+    (block,) = [block for block in blocks(PAGE, "sh") if "curl" in block]
     answers = [
         json.loads(
             subprocess.run(["bash", "-c", line.replace(ADDRESS, address)], cwd=folder, capture_output=True, check=True, timeout=60).stdout
@@ -81,7 +66,7 @@ def test_curl(names: dict[str, Any], address: str, folder: Path) -> None:
 
 
 def test_compute(names: dict[str, Any], folder: Path) -> None:
-    (block,) = [block for block in blocks("sh") if "compute" in block]
+    (block,) = [block for block in blocks(PAGE, "sh") if "compute" in block]
     for line in block.splitlines():
         command = line.split()
         said = subprocess.run([BIN / command[0], *command[1:]], cwd=folder, capture_output=True, check=True, timeout=120, text=True).stderr
