@@ -211,3 +211,23 @@ def test_ray() -> None:
                 engine.run(CreditRequest(NAME, {"rewards": torch.zeros(3)}))
     finally:
         ray.shutdown()
+
+
+def ratio_coefficients(here: Any, following: Any, rates: Any) -> Any:
+    """G_t = r_t / visits_t + gamma * G_{t+1}."""
+    return here[0] / here[1], rates[0]
+
+
+@pytest.mark.parametrize("fast", ["cpu", "triton"])
+def test_a_division_by_0_is_infinite_and_stays_in_its_segment(fast: str) -> None:
+    entry = replace(
+        estimator(NAME), name="ratio_returns", rates={"gamma": Rate(0.5)}, channels=(("gamma",),), coefficients=ratio_coefficients
+    )
+    register(replace(entry, naive=lambda steps, rewards, log_visits, *, gamma: ({},)))
+    try:
+        tensors = {"rewards": torch.tensor([1.0, 2.0, 4.0]), "log_visits": torch.tensor([2.0, 0.0, 8.0]), "lengths": torch.tensor([2, 1])}
+        tensors = {name: tensor.to(device_of(fast)) for name, tensor in tensors.items()}
+        found = LocalEngine(fast).run(CreditRequest("ratio_returns", tensors)).tensors["returns"]
+    finally:
+        unregister("ratio_returns")
+    assert found.tolist() == [float("inf"), float("inf"), 0.5]

@@ -12,7 +12,8 @@ import numpy as np
 from .cpu_compile import inlined
 
 # No reference counts: nothing here makes or keeps an array, and counting costs more than the arithmetic. Products and sums may fuse.
-OPTIONS: dict[str, Any] = {"_nrt": False, "fastmath": {"contract"}}
+# A division by 0 is infinite or NaN, as on the GPU.
+OPTIONS: dict[str, Any] = {"_nrt": False, "fastmath": {"contract"}, "error_model": "numpy"}
 compiled = inlined(**OPTIONS)
 
 
