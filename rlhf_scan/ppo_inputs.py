@@ -183,9 +183,8 @@ def with_stop_reasons(tensors: Mapping[str, Any], segments: Segments | None, rea
         checks.check_option(OP, "stop_reasons", reason, tuple(STOP_REASONS))
     ends = [STOP_REASONS[reason] for reason in words]
     unused = [False] * (-len(ends) % 16)  # so that the second row begins at a multiple of 16 bytes
-    both = torch.tensor([ends + unused, [not end for end in ends] + unused], dtype=torch.bool).to(
-        layout.device, non_blocking=True
-    )  # one copy
+    both = torch.tensor([ends + unused, [not end for end in ends] + unused], dtype=torch.bool)
+    both = both.to(layout.device, non_blocking=True)  # one copy
     stopped, cut = both[:, : len(ends)].unbind(0)
     return {**tensors, "terminated": stopped, "truncated": cut, "has_eos": stopped if tensors["has_eos"] is None else tensors["has_eos"]}
 

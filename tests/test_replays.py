@@ -344,7 +344,7 @@ def test_who_watches_sees_the_call_in_full() -> None:
 
 
 def test_what_computes_by_other_means_is_not_replayed() -> None:
-    """The number of steps since a rate per sequence, say, is torch's to compute: nothing of it may be taken from the recorded call."""
+    """Where torch computes or the device is read, a call runs in full: nothing of an earlier one may be taken."""
     call = rows()
     assert assert_replays_agree({**call, "terminated": call["scores"] > 0}, {"masked": "zero"}) is False
     forget()
