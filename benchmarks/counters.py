@@ -47,7 +47,7 @@ HOW = (
     "- Instructions: how many a thread executes for its 8 tokens.\n"
     "- Issue slots, ALU: how much of the time they are busy while a multiprocessor has work; the ALU does comparisons, selects and integers.\n"
     "- Warps: how many of the 64 that a multiprocessor could hold are there.\n"
-    "- Stalls: what the warps of a scheduler wait for, and how many on average: `long_scoreboard` memory, `short_scoreboard` shared memory or a "
+    "- Stalls: what a warp waits for from one instruction to the next, and how many cycles: `long_scoreboard` memory, `short_scoreboard` shared memory or a "
     "shuffle, `barrier` the others of its program, `wait` the last instruction, `math_pipe_throttle` the ALU; `not_selected` waits for "
     "nothing but its turn.\n"
 )
