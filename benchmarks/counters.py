@@ -47,9 +47,9 @@ HOW = (
     "- Instructions: how many a thread executes for its 8 tokens.\n"
     "- Issue slots, ALU: how much of the time they are busy while a multiprocessor has work; the ALU does comparisons, selects and integers.\n"
     "- Warps: how many of the 64 that a multiprocessor could hold are there.\n"
-    "- Stalls: what a warp waits for from one instruction to the next, and how many cycles: `long_scoreboard` memory, `short_scoreboard` shared memory or a "
-    "shuffle, `barrier` the others of its program, `wait` the last instruction, `math_pipe_throttle` the ALU; `not_selected` waits for "
-    "nothing but its turn.\n"
+    "- Stalls: what a warp waits for from one instruction to the next, and how many cycles: `long_scoreboard` memory, `short_scoreboard` "
+    "shared memory or a shuffle, `barrier` the others of its program, `wait` the last instruction, `math_pipe_throttle` the ALU; "
+    "`not_selected` waits for nothing but its turn.\n"
 )
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 COLUMNS = {

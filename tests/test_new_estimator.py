@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -231,3 +232,15 @@ def test_a_division_by_0_is_infinite_and_stays_in_its_segment(fast: str) -> None
     finally:
         unregister("ratio_returns")
     assert found.tolist() == [float("inf"), float("inf"), 0.5]
+
+
+def test_a_product_of_rates_that_overflows_ends_with_its_episode(backend: str) -> None:
+    """256^16 is infinite, and 0 times infinity would be no number."""
+    compound = replace(estimator("discounted_returns"), name="compound_returns", rates={"gamma": Rate(1.0, math.inf, "growth per step")})
+    register(compound)
+    try:
+        last = torch.arange(96, device=device_of(backend)) == 40
+        found = LocalEngine(backend).run(CreditRequest("compound_returns", {"rewards": last.float(), "terminated": last}, {"gamma": 256.0}))
+    finally:
+        unregister("compound_returns")
+    assert found.tensors["returns"][26:41].tolist() == [256.0 ** (40 - t) for t in range(26, 41)]

@@ -18,9 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import tiles
 from .triton_launch import Launcher, await_previous
 from .triton_tile import compose, passed
 
+INTERPRETED = tl.constexpr(tiles.INTERPRETED)
 UNSET = tl.constexpr(-1)  # as bits: a NaN that no published value has
 CARRY_WORDS = tl.constexpr(5)  # of a slot: a and b of the tile, of the group, and the carry that leaves the group; `stride` words apart
 WORDS = 1024  # that a program clears
@@ -54,8 +56,20 @@ def clear_words(carries, program, words, WORDS: tl.constexpr):
 @triton.jit
 def _publish(pointer, value, where, DTYPE: tl.constexpr, WORD: tl.constexpr):
     """Make the one lane of `value` that `where` selects visible to other programs."""
-    quiet = tl.where(value == value, value, tl.cast(float("nan"), DTYPE))
-    tl.store(pointer + tl.zeros_like(where).to(tl.int32), quiet.to(WORD, bitcast=True), mask=where)
+    word = tl.where(value == value, value, tl.cast(float("nan"), DTYPE)).to(WORD, bitcast=True)
+    if INTERPRETED:
+        tl.store(pointer + tl.zeros_like(where).to(tl.int32), word, mask=where)
+    else:
+        # A `tl.store` asks for a layout of its own, for which the compiler would scan everything once more.
+        BITS: tl.constexpr = WORD.primitive_bitwidth
+        tl.inline_asm_elementwise(
+            f"{{ .reg .pred sets; setp.ne.s32 sets, $3, 0; @sets st.global.b{BITS} [$1], $2; mov.u32 $0, 0; }}",
+            "=r,l,r,r" if BITS == 32 else "=r,l,l,r",
+            [pointer.to(tl.uint64), word, where.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit

@@ -17,8 +17,8 @@ import triton.language as tl
 from .triton_carry import entering_carry, look_early
 from .triton_inputs import inputs_of, rates_of
 from .triton_runs import ask_for, store_runs
-from .triton_steps import NO_MASK, SKIP, boundaries, end_value, trainable
-from .triton_tile import RUN, down_runs, passed, places, up_runs
+from .triton_steps import NO_MASK, SKIP, surroundings
+from .triton_tile import NOWHERE, RUN, down_runs, passed, places, up_runs
 
 
 class How(NamedTuple):
@@ -35,7 +35,7 @@ class How(NamedTuple):
         FLAGS, BOOTSTRAP: the kinds of mask, terminated, truncated; of the bootstrap.
         END_IS_CARRY: the value after the end is the x that follows, too.
         MASKED, REVERSE, STARTS: as in `Call` and its estimator.
-        STOPS: whether b may be 0 between steps of a segment: then nothing passes there, not even NaN.
+        STOPS: as in `triton_tile`.
         GROUP: tiles composed at one look.
         DTYPE, WORD: of the arithmetic, and the integer as wide.
         INDEX: of places.
@@ -57,7 +57,7 @@ class How(NamedTuple):
     MASKED: int
     REVERSE: bool
     STARTS: bool
-    STOPS: bool
+    STOPS: int
     GROUP: int
     DTYPE: Any
     WORD: Any
@@ -147,15 +147,10 @@ def solve(
         for channel in tl.static_range(HOW.CHANNELS):
             early = early + (look_early(carries, chain, channel, HOW.CHANNELS, HOW.REVERSE, HOW.GROUP),)
     at = places(HOW.REVERSE, WIDTH)
-    keeps = trainable(flags, origin, at, head, tail, HOW.MASKED, HOW.REVERSE, ALIGNED, ROWS, WIDTH)
-    steps = keeps[0] if HOW.MASKED == SKIP else at < tail
-    place, ended, terminated = boundaries(
-        flags, segment, origin, at, head, tail, keeps[1], HOW.FLAGS, HOW.MASKED, HOW.REVERSE, HOW.STARTS, ALIGNED, TILED, ROWS, WIDTH
-    )
-    end = end_value(bootstrap, segment, origin, (place, ended, terminated), head, tail, HOW, ALIGNED, TILED, ROWS, WIDTH)
-    next = origin + place + (1 if HOW.REVERSE else -1), steps & (ended == 0)
-    ends, rated = (ended, terminated, end), (rates, rate_numbers)
-    here, following = inputs_of(inputs, origin, tail, next, keeps, ends, HOW, ALIGNED, ROWS, WIDTH)
+    keeps, steps, ends, nearest = surroundings(flags, bootstrap, (segment, origin, head, tail), at, HOW, ALIGNED, TILED, ROWS, WIDTH)
+    ended, _, end = ends
+    rated = rates, rate_numbers
+    here, following = inputs_of(inputs, origin, tail, nearest, keeps, ends, HOW, ALIGNED, ROWS, WIDTH)
     if TILED:
         _ask_ahead(inputs, *ahead, WIDTH)
     where = segment, origin, at, head, tail, row
@@ -163,7 +158,7 @@ def solve(
         here = HOW.BEFORE(staged, here, where, keeps[0], ALIGNED, TILED, HOW.REVERSE, ROWS, WIDTH, HOW.DTYPE)
     solved, before = (), ()
     for channel in tl.static_range(HOW.CHANNELS):
-        taken = rates_of(rated, segment, origin, tail, next, channel, HOW, ALIGNED, ROWS, WIDTH)
+        taken = rates_of(rated, segment, origin, tail, nearest, channel, HOW, ALIGNED, ROWS, WIDTH)
         a, b = HOW.coefficients(here, following, taken)
         if channel == 0:
             numbers = taken
@@ -173,10 +168,10 @@ def solve(
         # Where it STOPS, what lies beyond the segment needs no care: an end is between, or nothing follows it.
         if HOW.MASKED == SKIP:
             a, b = tl.where(steps, a, tl.cast(0, HOW.DTYPE)), tl.where(steps, b, tl.cast(1, HOW.DTYPE))
-        elif HOW.REVERSE and not HOW.STOPS:
+        elif HOW.REVERSE and HOW.STOPS == NOWHERE:
             a = tl.where(at < tail, a, tl.cast(0, HOW.DTYPE))
         x, preceding_x = _solved(a, b, early, carries, chain, channel, HOW, TILED, PAIRED, ROWS, WIDTH)
-        preceding_x = tl.where(next[1], preceding_x, tl.cast(0, HOW.DTYPE))
+        preceding_x = tl.where(steps & (ended == 0), preceding_x, tl.cast(0, HOW.DTYPE))
         solved, before = solved + (x,), before + (preceding_x,)
     if HOW.CHANNELS == 1:
         solved, before = solved + (solved[0],), before + (before[0],)

@@ -1,7 +1,6 @@
 """What an estimator's formulas read at the steps of a tile. Part of the Triton backend's kernel.
 
-`next` is (what precedes each token in scan order, its place in the tensors; whether it is a step of the same episode), `keeps` and `ends` are
-what `trainable` and `boundaries` found.
+`keeps`, `ends` and `nearest` are what `surroundings` found.
 """
 
 # mypy: ignore-errors
@@ -12,17 +11,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_runs import load_anywhere, load_runs
+from .triton_runs import load_runs
+from .triton_skip import beside_event
 from .triton_steps import SKIP, ZERO
 
 
 @triton.jit
-def inputs_of(inputs, origin, tail, next, keeps, ends, HOW: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _with_beside(
+    pointer, origin, tail, nearest, BESIDE: tl.constexpr, HOW: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """(the tokens of a tile, what precedes each in scan order: only if BESIDE)."""
+    if BESIDE and HOW.MASKED == SKIP:
+        return beside_event(pointer, origin, tail, nearest, ALIGNED, HOW.REVERSE, ROWS, WIDTH)
+    else:
+        return load_runs(pointer, origin, tail, BESIDE, ALIGNED, HOW.REVERSE, ROWS, WIDTH)
+
+
+@triton.jit
+def inputs_of(
+    inputs, origin, tail, nearest, keeps, ends, HOW: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
     """(the inputs at each step, the FOLLOWING ones at the next step, or what stands in for them at an end)."""
     here = ()
     beside = ()
     for i in tl.static_range(len(inputs)):
-        run, run_beside = load_runs(inputs[i], origin, tail, HOW.BESIDE[i] and HOW.MASKED != SKIP, ALIGNED, HOW.REVERSE, ROWS, WIDTH)
+        run, run_beside = _with_beside(inputs[i], origin, tail, nearest, HOW.BESIDE[i], HOW, ALIGNED, ROWS, WIDTH)
         if HOW.MASKED == ZERO:
             run, run_beside = tl.where(keeps[0], run, 0), tl.where(keeps[1], run_beside, 0)
         here, beside = here + (run.to(HOW.DTYPE),), beside + (run_beside.to(HOW.DTYPE),)
@@ -31,10 +44,7 @@ def inputs_of(inputs, origin, tail, next, keeps, ends, HOW: tl.constexpr, ALIGNE
         end = tl.where(terminated, tl.cast(0, HOW.DTYPE), here[HOW.CONTINUATION])
     following = ()
     for i in tl.static_range(len(HOW.FOLLOWING)):
-        found = beside[HOW.FOLLOWING[i]]
-        if HOW.MASKED == SKIP:
-            found = load_anywhere(inputs[HOW.FOLLOWING[i]], *next, ROWS, WIDTH).to(HOW.DTYPE)
-        following = following + (tl.where(ended, end, found),)
+        following = following + (tl.where(ended, end, beside[HOW.FOLLOWING[i]]),)
     if HOW.CONTINUATION >= 0:
         following = following + (end,)
     return here, following
@@ -46,7 +56,7 @@ def rates_of(
     segment,
     origin,
     tail,
-    next,
+    nearest,
     channel: tl.constexpr,
     HOW: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -61,11 +71,8 @@ def rates_of(
             found = found + (tl.cast(numbers[rate], HOW.DTYPE),)
         elif HOW.RATE_KINDS[rate] == 1:
             found = found + (tl.load(pointers[rate] + segment).to(HOW.DTYPE),)
-        elif HOW.RATE_FOLLOWS[rate % len(HOW.RATE_FOLLOWS)] and HOW.MASKED == SKIP:
-            found = found + (load_anywhere(pointers[rate], *next, ROWS, WIDTH).to(HOW.DTYPE),)
         else:
-            here, beside = load_runs(
-                pointers[rate], origin, tail, HOW.RATE_FOLLOWS[rate % len(HOW.RATE_FOLLOWS)], ALIGNED, HOW.REVERSE, ROWS, WIDTH
-            )
-            found = found + ((beside if HOW.RATE_FOLLOWS[rate % len(HOW.RATE_FOLLOWS)] else here).to(HOW.DTYPE),)
+            FOLLOWS: tl.constexpr = HOW.RATE_FOLLOWS[rate % len(HOW.RATE_FOLLOWS)]
+            here, beside = _with_beside(pointers[rate], origin, tail, nearest, FOLLOWS, HOW, ALIGNED, ROWS, WIDTH)
+            found = found + ((beside if FOLLOWS else here).to(HOW.DTYPE),)
     return found

@@ -54,13 +54,10 @@ def _moved(elements, shift, BY: tl.constexpr):
 
 
 @triton.jit
-def load_runs(
+def _loaded(
     pointer, origin, tail, BESIDE: tl.constexpr, ALIGNED: tl.constexpr, REVERSE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """(the tokens of a tile, what lies beside each in scan order: only if BESIDE), [ROWS, WIDTH]; anything stands outside a segment.
-
-    ALIGNED: `origin` is a multiple of RUN.
-    """
+    """The tokens of each run in order, and if BESIDE the one before them, or after them if REVERSE: [ROWS, RUNS] each."""
     RUNS: tl.constexpr = WIDTH // RUN
     VECTOR: tl.constexpr = 128 // max(16, pointer.dtype.element_ty.primitive_bitwidth)
     BEFORE: tl.constexpr = 1 if BESIDE and not REVERSE else 0
@@ -85,70 +82,134 @@ def load_runs(
             elements = _moved(elements, shift, 2)
         if VECTOR > 4:
             elements = _moved(elements, shift, 4)
-    here = _run(elements, BEFORE, ROWS, WIDTH)
-    if BESIDE:
-        return here, _run(elements, 0 if BEFORE == 1 else 1, ROWS, WIDTH)
-    else:
+    return elements
+
+
+@triton.jit
+def load_runs(
+    pointer, origin, tail, BESIDE: tl.constexpr, ALIGNED: tl.constexpr, REVERSE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """(the tokens of a tile, what lies beside each in scan order: only if BESIDE), [ROWS, WIDTH]; anything stands outside a segment.
+
+    ALIGNED: `origin` is a multiple of RUN.
+    """
+    elements = _loaded(pointer, origin, tail, BESIDE, ALIGNED, REVERSE, ROWS, WIDTH)
+    if not BESIDE:
+        here = _run(elements, 0, ROWS, WIDTH)
         return here, here
+    elif REVERSE:
+        return _run(elements, 0, ROWS, WIDTH), _run(elements, 1, ROWS, WIDTH)
+    else:
+        return _run(elements, 1, ROWS, WIDTH), _run(elements, 0, ROWS, WIDTH)
 
 
 @triton.jit
-def _parts(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """[ROWS, WIDTH] -> the RUN tokens of each run, [ROWS, RUNS] each."""
-    return _elements(tl.reshape(x, (ROWS, WIDTH // RUN, RUN)), ROWS, WIDTH // RUN, RUN)
+def load_nearest(
+    pointer, origin, tail, events, beyond, ALIGNED: tl.constexpr, REVERSE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """(the tokens of a tile, what lies beside the nearest event of each), [ROWS, WIDTH]; `beyond` where its run has none."""
+    elements = _loaded(pointer, origin, tail, True, ALIGNED, REVERSE, ROWS, WIDTH)
+    BEFORE: tl.constexpr = 0 if REVERSE else 1
+    return _run(elements, BEFORE, ROWS, WIDTH), nearest_of(elements, 1 - BEFORE, beyond, events, REVERSE, ROWS, WIDTH)
 
 
 @triton.jit
-def load_anywhere(pointer, at, there, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """What stands at the places `at` that are `there`, else 0; token by token of a run, so that it lies within one thread like all else."""
-    at, there = _parts(at, ROWS, WIDTH), _parts(there, ROWS, WIDTH)
+def nearest_of(elements, FIRST: tl.constexpr, beyond, events, REVERSE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """What `elements`, from the FIRST on, tell of the nearest event on the way to what precedes each token; `beyond` where its run has none."""
+    value, found = beyond, ()
+    for i in tl.static_range(RUN):
+        if REVERSE:
+            value = tl.where((events >> (RUN - 1 - i) & 1) != 0, elements[FIRST + RUN - 1 - i], value)
+            found = (value,) + found
+        else:
+            value = tl.where((events >> i & 1) != 0, elements[FIRST + i], value)
+            found = found + (value,)
+    return _run(found, 0, ROWS, WIDTH)
+
+
+@triton.jit
+def load_where(pointer, origin, bits, REVERSE: tl.constexpr, WIDTH: tl.constexpr):
+    """The tokens of each run that have a bit, in order, [ROWS, RUNS] each; 0 in place of the others."""
+    first = pointer + (origin + run_starts(REVERSE, WIDTH)[None, :])
     loaded = ()
     for i in tl.static_range(RUN):
-        loaded = loaded + (tl.load(pointer + at[i], mask=there[i], other=0),)
-    return _run(loaded, 0, ROWS, WIDTH)
+        loaded = loaded + (tl.load(first + i, mask=(bits & (1 << i)) != 0, other=0),)
+    return loaded
+
+
+@triton.jit
+def load_tokens(pointer, origin, there, REVERSE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The tokens of a tile that are `there`, and no others, [ROWS, WIDTH]; 0 in their place."""
+    return _run(load_where(pointer, origin, _bits_of_tokens(there, ROWS, WIDTH), REVERSE, WIDTH), 0, ROWS, WIDTH)
 
 
 @triton.jit
 def load_flags(
     pointer, origin, tail, BESIDE: tl.constexpr, ALIGNED: tl.constexpr, REVERSE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """`load_runs`, as bool; of flags one byte wide a run is one word."""
+    """`load_runs`, as bool."""
     if pointer.dtype.element_ty.primitive_bitwidth > 8:
         here, beside = load_runs(pointer, origin, tail, BESIDE, ALIGNED, REVERSE, ROWS, WIDTH)
         return here != 0, beside != 0
+    else:
+        here, beside = load_bits(pointer, origin, tail, BESIDE, ALIGNED, REVERSE, ROWS, WIDTH)
+        return tokens_of(here, ROWS, WIDTH), tokens_of(beside, ROWS, WIDTH)
+
+
+@triton.jit
+def load_bits(
+    pointer, origin, tail, BESIDE: tl.constexpr, ALIGNED: tl.constexpr, REVERSE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """`load_flags` as a bit for each token of a run, [ROWS, RUNS]; anything stands in further bits. Of flags one byte wide a run is one word."""
+    if pointer.dtype.element_ty.primitive_bitwidth > 8:
+        here, beside = load_runs(pointer, origin, tail, BESIDE, ALIGNED, REVERSE, ROWS, WIDTH)
+        return _bits_of_tokens(here, ROWS, WIDTH), _bits_of_tokens(beside, ROWS, WIDTH)
     else:
         BEFORE: tl.constexpr = 1 if BESIDE and not REVERSE else 0
         words = pointer.to(tl.pointer_type(tl.int64), bitcast=True)
         first = tl.zeros([ROWS, 1], origin.dtype) + (origin - BEFORE)
         block = (first + RUN) // RUN - 1
-        shift = (first - block * RUN) * 8
         place = block + run_numbers(REVERSE, WIDTH)[None, :]
         stop = first + BEFORE + tail
-        low = tl.load(words + place, mask=(place * RUN < stop) & (place >= 0), other=0)
-        moved = tl.where(shift > 0, shift, 8).to(tl.int64)
-        if ALIGNED and not BESIDE:
-            run, beyond = low, low
-        else:
-            high = tl.load(words + place + 1, mask=(place + 1) * RUN < stop, other=0)
-            joined = ((low >> moved) & ~(-1 << (64 - moved))) | (high << (64 - moved))
-            run = tl.where(shift > 0, joined, low)
-            beyond = high >> shift.to(tl.int64)
+        bits = _bits_of_bytes(tl.load(words + place, mask=(place * RUN < stop) & (place >= 0), other=0))
+        if BESIDE or not ALIGNED:
+            bits |= _bits_of_bytes(tl.load(words + place + 1, mask=(place + 1) * RUN < stop, other=0)) << RUN
+            bits = bits >> (first - block * RUN).to(tl.int32)
         if BEFORE == 1:
-            return _flags_of((run >> 8) & ~(-1 << 56) | (beyond << 56), ROWS, WIDTH), _flags_of(run, ROWS, WIDTH)
-        elif BESIDE:
-            return _flags_of(run, ROWS, WIDTH), _flags_of((run >> 8) & ~(-1 << 56) | (beyond << 56), ROWS, WIDTH)
+            return bits >> 1, bits
         else:
-            here = _flags_of(run, ROWS, WIDTH)
-            return here, here
+            return bits, bits >> 1
 
 
 @triton.jit
-def _flags_of(words, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """A flag for each byte."""
-    halves = words.to(tl.int32), (words >> 32).to(tl.int32)
+def _bits_of_bytes(words):
+    """Of each int64 the 8 bits that tell which of its bytes are not 0."""
+    return _bits_of_half(words) | _bits_of_half(words >> 32) << 4
+
+
+@triton.jit
+def _bits_of_half(word):
+    """Of its four lowest bytes: a byte's highest bit is set if it is not 0, then a product brings the four bits together."""
+    word = word.to(tl.int32).to(tl.uint32, bitcast=True)
+    highest = (((word & 0x7F7F7F7F) + 0x7F7F7F7F) | word) & 0x80808080
+    return ((highest * 0x00204081) >> 28).to(tl.int32)
+
+
+@triton.jit
+def _bits_of_tokens(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    parts = _elements(tl.reshape((x != 0).to(tl.int32), (ROWS, WIDTH // RUN, RUN)), ROWS, WIDTH // RUN, RUN)
+    bits = parts[0]
+    for i in tl.static_range(1, RUN):
+        bits |= parts[i] << i
+    return bits
+
+
+@triton.jit
+def tokens_of(bits, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """[ROWS, WIDTH]: whether each token has its bit."""
     flags = ()
     for i in tl.static_range(RUN):
-        flags = flags + (halves[i // 4] & (-1 << 24 if i % 4 == 3 else 255 << (8 * (i % 4))),)
+        flags = flags + (bits & (1 << i),)
     return _run(flags, 0, ROWS, WIDTH) != 0
 
 

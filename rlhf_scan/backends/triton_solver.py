@@ -25,6 +25,8 @@ _INT32_TOKENS = 2**31 - 2 * tiles.WIDTH
 # Numbers from this on have a product that is not 0 in float32.
 _FADING = 1e-15
 
+_NOWHERE, _AT_ZEROS = triton_tile.NOWHERE.value, triton_tile.AT_ZEROS.value
+
 # Registers per thread: four programs of 256 threads on a multiprocessor keep more loads in flight than fewer with more registers, and five more where
 # the kernel needs no more. On an H200 a pack of 1024 x 16384 tokens took 92 us with 64 (101 with 72, 96 with 56; later 74, and 79 with 48), a mixed
 # one with mask and flags 193 us (211, 210), and the returns of a pack, which read one tensor, 49 us (45 with 48).
@@ -53,9 +55,9 @@ class Scan:
         self._numbers_alone = not self._exact and not any(isinstance(rate, Tensor) for rate in rates)
         self._how = _how(call, [1 if self._exact and not isinstance(rate, Tensor) else _kind(rate) for rate in rates], before, after)
         self._flagged = any(flag is not None for flag in call.tensors.flags)
-        self._stops = _may_stop(call)
+        self._stops = _stops(call)
         self._alone = len(call.inputs) == 1
-        self._launchers: dict[bool, Launcher] = {}  # by whether a carry may stop
+        self._launchers: dict[int, Launcher] = {}  # by what STOPS
         if self._packed:
             self._places = bounds = triton_map.bounds_of(call.tokens, call.segments)
             shared = tiles.WIDTH // tiles.MEDIUM, tiles.WIDTH // tiles.SHORT
@@ -83,7 +85,7 @@ class Scan:
         outputs = outputs or tuple([self._empty_like(like) for _ in range(self._outputs)])
         if self._segments == 0:
             return [output.zero_() for output in outputs]
-        stops = self._stops or min(given.rates, default=1.0) < _FADING
+        stops = self._stops or (_AT_ZEROS if min(given.rates, default=1.0) < _FADING else _NOWHERE)
         with on_device_of(like):
             pointers, numbers = self._rates(given.rates, like)
             flags = aligned(given.flags) if self._flagged else absent(len(given.flags))
@@ -113,7 +115,7 @@ class Scan:
             return _PAIR_REGISTERS
         return _FEW_REGISTERS if self._alone and not self._flagged else _REGISTERS
 
-    def _launcher(self, stops: bool) -> Launcher:
+    def _launcher(self, stops: int) -> Launcher:
         """That and its constants."""
         kernel, constants = triton_scan.scan_pack, {"WIDTH": tiles.WIDTH, "MEDIUM": tiles.MEDIUM, "SHORT": tiles.SHORT}
         warps = 8
@@ -174,7 +176,7 @@ def _how(call: Call, rate_kinds: Sequence[int], before: Any, after: Any) -> trit
         "MASKED": triton_steps.NO_MASK.value if call.mask is None else MASK_MODES.index(call.masked),
         "REVERSE": call.estimator.reverse,
         "STARTS": call.starts,
-        "STOPS": True,
+        "STOPS": triton_tile.ANYWHERE.value,
         "GROUP": tiles.GROUP,
         "DTYPE": tl.float64 if wide else tl.float32,
         "WORD": tl.int64 if wide else tl.int32,
@@ -184,10 +186,14 @@ def _how(call: Call, rate_kinds: Sequence[int], before: Any, after: Any) -> trit
     return triton_core.How(*formulas, before, after, **{name: _constant(value) for name, value in constants.items()})
 
 
-def _may_stop(call: Call) -> bool:
-    """Whether b may be 0 between steps of a segment, whatever the rates that are numbers."""
+def _stops(call: Call) -> int:
+    """What STOPS, whatever the rates that are numbers. Where one may be more than 1, products of them may be infinite."""
+    estimator = call.estimator
+    fades = estimator.fades_by_rates and all(rate.largest <= 1 for rate in estimator.rates.values())
+    if not fades or any(isinstance(rate, Tensor) for rate in call.tensors.rates):
+        return triton_tile.ANYWHERE.value
     divided = any(flag is not None and not is_per_segment(flag) for flag in (call.terminated, call.truncated))
-    return divided or not call.estimator.fades_by_rates or any(isinstance(rate, Tensor) for rate in call.tensors.rates)
+    return _AT_ZEROS if divided else _NOWHERE
 
 
 def _kind(value: Rate | None) -> int:

@@ -15,21 +15,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_runs import load_anywhere, load_flags, load_runs
-from .triton_tile import nearest
+from .triton_runs import load_flags, load_runs, load_tokens
+from .triton_skip import passed_over
 
 NO_MASK = tl.constexpr(-1)
 SKIP = tl.constexpr(0)
 ZERO = tl.constexpr(1)
 KEEP = tl.constexpr(2)
 
-_ENDED = tl.constexpr(1)
-_TERMINATED = tl.constexpr(2)
-_CODES = tl.constexpr(4)  # so that a key is a place's number and, in its two lowest bits, the code
-
 
 @triton.jit
-def trainable(
+def _trainable(
     flags,
     origin,
     at,
@@ -106,115 +102,59 @@ def _ends(
 
 
 @triton.jit
-def _event_beyond(
-    flags,
-    segment,
-    origin,
-    at,
-    head,
-    tail,
-    FLAGS: tl.constexpr,
-    MASKED: tl.constexpr,
-    REVERSE: tl.constexpr,
-    STARTS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """(place, code) of the nearest event beyond a tile.
-
-    Only a tile that borders on a masked token looks, so a masked span is read at most once more.
-    """
-    block = tail * 0
-    key = tl.full([], -1, tl.int32)
-    going = (block + WIDTH < tail) if REVERSE else (block > -head)
-    while going:
-        block += WIDTH if REVERSE else -WIDTH
-        _, beside = trainable(flags, origin + block, at, head + block, tail - block, MASKED, REVERSE, ALIGNED, ROWS, WIDTH)
-        ended, terminated = _ends(
-            flags, segment, origin + block, at, head + block, tail - block, FLAGS, REVERSE, STARTS, ALIGNED, ROWS, WIDTH
-        )
-        keys = _keys(at, beside, ended, terminated, REVERSE, WIDTH)
-        key = tl.min(keys) if REVERSE else tl.max(keys)
-        found = key < WIDTH * _CODES if REVERSE else key >= 0
-        going = (found == 0) & ((block + WIDTH < tail) if REVERSE else (block > -head))
-    return block + (key >> 2), key & 3
-
-
-@triton.jit
-def _keys(at, beside, ended, terminated, REVERSE: tl.constexpr, WIDTH: tl.constexpr):
-    """A token's place and code where it is an event: where what precedes it is known from there alone, an end or a step right beside it."""
-    code = tl.where(ended, _ENDED, 0) + tl.where(terminated, _TERMINATED, 0)
-    return tl.where(beside | ended, at * _CODES + code, WIDTH * _CODES if REVERSE else -_CODES)
-
-
-@triton.jit
-def boundaries(
-    flags,
-    segment,
-    origin,
-    at,
-    head,
-    tail,
-    beside,
-    FLAGS: tl.constexpr,
-    MASKED: tl.constexpr,
-    REVERSE: tl.constexpr,
-    STARTS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    TILED: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """(place of the nearest event on the way to what precedes each token, whether it is an end, whether nothing follows that end).
-
-    The place is the token's own, unless masked tokens are passed over.
-    """
-    ended, terminated = _ends(flags, segment, origin, at, head, tail, FLAGS, REVERSE, STARTS, ALIGNED, ROWS, WIDTH)
-    if MASKED != SKIP:
-        return at, ended, terminated
-    else:
-        none = WIDTH * _CODES if REVERSE else -_CODES
-        key = nearest(_keys(at, beside, ended, terminated, REVERSE, WIDTH), none, REVERSE, ROWS, WIDTH)
-        place, code = key >> 2, key & 3
-        if TILED:
-            border = WIDTH if REVERSE else -1
-            borders = (border < tail) & (border >= -head)
-            if tl.load(flags[0] + origin + border, mask=borders, other=1) == 0:
-                beyond, beyond_code = _event_beyond(
-                    flags, segment, origin, at, head, tail, FLAGS, MASKED, REVERSE, STARTS, ALIGNED, ROWS, WIDTH
-                )
-                missing = key >= WIDTH * _CODES if REVERSE else key < 0
-                place, code = tl.where(missing, beyond.to(place.dtype), place), tl.where(missing, beyond_code, code)
-        return place, (code & _ENDED) != 0, (code & _TERMINATED) != 0
-
-
-@triton.jit
-def end_value(
+def _end_value(
     bootstrap,
     segment,
     origin,
-    found,
+    at,
     head,
     tail,
+    read,
     HOW: tl.constexpr,
     ALIGNED: tl.constexpr,
     TILED: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The value that follows the end which `boundaries` found; 0 where it found none or nothing follows."""
-    place, ended, terminated = found
-    read = ended & (terminated == 0)
+    """The value that follows the ends that `read` one; 0 at all other tokens."""
     nothing = tl.where(read, tl.cast(0, HOW.DTYPE), tl.cast(0, HOW.DTYPE))
     if HOW.BOOTSTRAP == 0:
         return nothing
     elif HOW.BOOTSTRAP == 1:
-        edge = place == tail - 1 if HOW.REVERSE else place == -head
+        edge = at == tail - 1 if HOW.REVERSE else at == -head
         return tl.where(read & edge, tl.load(bootstrap + segment).to(HOW.DTYPE), nothing)
-    elif ALIGNED and not TILED and HOW.MASKED != SKIP:
+    elif ALIGNED and not TILED:
         # All of them at once: a batch of short rows waits for its reads, and to know first which are needed takes one wait more.
         value, _ = load_runs(bootstrap, origin, tail, False, ALIGNED, HOW.REVERSE, ROWS, WIDTH)
         return tl.where(read, value.to(HOW.DTYPE), nothing)
     else:
-        return load_anywhere(bootstrap, origin + place, read, ROWS, WIDTH).to(HOW.DTYPE)
+        return load_tokens(bootstrap, origin, read, HOW.REVERSE, ROWS, WIDTH).to(HOW.DTYPE)
+
+
+@triton.jit
+def surroundings(
+    flags,
+    bootstrap,
+    place,
+    at,
+    HOW: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILED: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """What lies around the tokens of a tile.
+
+    ((which the mask keeps, which have one that it keeps beside them), which take a step, (whether what precedes each is an end, one that
+    nothing follows, the value there), what `beside_event` takes if masked tokens are passed over)
+    """
+    segment, origin, head, tail = place
+    if HOW.MASKED == SKIP:
+        kept, ends, nearest = passed_over(flags, bootstrap, segment, origin, head, tail, HOW, ALIGNED, TILED, ROWS, WIDTH)
+        return (kept, kept), kept, ends, nearest
+    else:
+        keeps = _trainable(flags, origin, at, head, tail, HOW.MASKED, HOW.REVERSE, ALIGNED, ROWS, WIDTH)
+        ended, terminated = _ends(flags, segment, origin, at, head, tail, HOW.FLAGS, HOW.REVERSE, HOW.STARTS, ALIGNED, ROWS, WIDTH)
+        read = ended & (terminated == 0)
+        end = _end_value(bootstrap, segment, origin, at, head, tail, read, HOW, ALIGNED, TILED, ROWS, WIDTH)
+        return keeps, at < tail, (ended, terminated, end), ()

@@ -15,6 +15,11 @@ import triton.language as tl
 
 RUN = tl.constexpr(8)
 
+# What STOPS: whether b may be 0 between steps of a segment, where nothing passes, not even NaN.
+NOWHERE = tl.constexpr(0)  # it may not
+AT_ZEROS = tl.constexpr(1)  # it may, and is finite, as what follows from numbers is
+ANYWHERE = tl.constexpr(2)  # it may, and may be anything else
+
 
 @triton.jit
 def run_numbers(REVERSE: tl.constexpr, WIDTH: tl.constexpr):
@@ -36,7 +41,7 @@ def places(REVERSE: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def passed(a, b, x, STOPS: tl.constexpr = True):
+def passed(a, b, x, STOPS: tl.constexpr = ANYWHERE):
     """x after a step: if it STOPS, nothing of it passes where b is 0, not even NaN.
 
     Fused here, and nowhere by the compiler, whose choice would change bits.
@@ -46,10 +51,10 @@ def passed(a, b, x, STOPS: tl.constexpr = True):
 
 
 @triton.jit
-def compose(a_first, b_first, a_then, b_then, STOPS: tl.constexpr = True):
+def compose(a_first, b_first, a_then, b_then, STOPS: tl.constexpr = ANYWHERE):
     """What two steps do to a carry."""
     both = b_then * b_first
-    return passed(a_then, b_then, a_first, STOPS), tl.where(b_then == 0, 0.0, both) if STOPS else both
+    return passed(a_then, b_then, a_first, STOPS), tl.where(b_then == 0, 0.0, both) if STOPS == ANYWHERE else both
 
 
 @triton.jit
@@ -80,7 +85,7 @@ def runs_of(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _compose_and_before(a_first, b_first, before_a_first, before_b_first, a_then, b_then, before_a_then, before_b_then):
+def _composed_anywhere(a_first, b_first, before_a_first, before_b_first, a_then, b_then, before_a_then, before_b_then):
     """`compose`, and what all but the last step do."""
     before_a, before_b = compose(a_first, b_first, before_a_then, before_b_then)
     a, b = compose(a_first, b_first, a_then, b_then)
@@ -88,10 +93,16 @@ def _compose_and_before(a_first, b_first, before_a_first, before_b_first, a_then
 
 
 @triton.jit
-def _fused_and_before(a_first, b_first, before_a_first, before_b_first, a_then, b_then, before_a_then, before_b_then):
-    """The same where nothing stops."""
-    before_a, before_b = compose(a_first, b_first, before_a_then, before_b_then, False)
-    a, b = compose(a_first, b_first, a_then, b_then, False)
+def _composed_at_zeros(a_first, b_first, before_a_first, before_b_first, a_then, b_then, before_a_then, before_b_then):
+    before_a, before_b = compose(a_first, b_first, before_a_then, before_b_then, AT_ZEROS)
+    a, b = compose(a_first, b_first, a_then, b_then, AT_ZEROS)
+    return a, b, before_a, before_b
+
+
+@triton.jit
+def _composed_nowhere(a_first, b_first, before_a_first, before_b_first, a_then, b_then, before_a_then, before_b_then):
+    before_a, before_b = compose(a_first, b_first, before_a_then, before_b_then, NOWHERE)
+    a, b = compose(a_first, b_first, a_then, b_then, NOWHERE)
     return a, b, before_a, before_b
 
 
@@ -104,10 +115,13 @@ def up_runs(a, b, REVERSE: tl.constexpr, STOPS: tl.constexpr, ROWS: tl.constexpr
     run_a, run_b = third[4], third[5]
     before_a, before_b = tl.zeros_like(run_a), tl.zeros_like(run_b) + 1
     if WIDTH > RUN:
-        if STOPS:
-            run_a, run_b, before_a, before_b = tl.associative_scan((run_a, run_b, before_a, before_b), 1, _compose_and_before)
+        steps = run_a, run_b, before_a, before_b
+        if STOPS == ANYWHERE:
+            run_a, run_b, before_a, before_b = tl.associative_scan(steps, 1, _composed_anywhere)
+        elif STOPS == AT_ZEROS:
+            run_a, run_b, before_a, before_b = tl.associative_scan(steps, 1, _composed_at_zeros)
         else:
-            run_a, run_b, before_a, before_b = tl.associative_scan((run_a, run_b, before_a, before_b), 1, _fused_and_before)
+            run_a, run_b, before_a, before_b = tl.associative_scan(steps, 1, _composed_nowhere)
     return first, second, third, run_a, run_b, before_a, before_b
 
 
@@ -132,29 +146,12 @@ def _largest_and_before(first, before_first, then, before_then):
 
 
 @triton.jit
-def _nearer(left, right, REVERSE: tl.constexpr):
-    return tl.minimum(left, right) if REVERSE else tl.maximum(left, right)
-
-
-@triton.jit
-def nearest(places, none, REVERSE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The first of `places` from each lane on against the order of the scan: the smallest at or after it if REVERSE, else the largest."""
-    first_left, first_right = tl.split(runs_of(places, ROWS, WIDTH))
-    second_left, second_right = tl.split(_nearer(first_left, first_right, REVERSE))
-    third_left, third_right = tl.split(_nearer(second_left, second_right, REVERSE))
-    run = _nearer(third_left, third_right, REVERSE)
+def nearest_beyond(run, none, REVERSE: tl.constexpr, WIDTH: tl.constexpr):
+    """[ROWS, runs]: the smallest of the places `run` among the runs before each in scan order, if REVERSE, else the largest; or `none`."""
     beyond = tl.zeros_like(run) + none
     if WIDTH > RUN:
         if REVERSE:
             _, beyond = tl.associative_scan((run, beyond), 1, _smallest_and_before)
         else:
             _, beyond = tl.associative_scan((run, beyond), 1, _largest_and_before)
-    if REVERSE:
-        beyond = tl.join(tl.minimum(third_right, beyond), beyond)
-        beyond = tl.join(tl.minimum(second_right, beyond), beyond)
-        beyond = tl.join(tl.minimum(first_right, beyond), beyond)
-    else:
-        beyond = tl.join(beyond, tl.maximum(third_left, beyond))
-        beyond = tl.join(beyond, tl.maximum(second_left, beyond))
-        beyond = tl.join(beyond, tl.maximum(first_left, beyond))
-    return _nearer(places, tl.reshape(beyond, (ROWS, WIDTH)), REVERSE)
+    return beyond
