@@ -70,13 +70,16 @@ class How(NamedTuple):
 
 
 @triton.jit
-def _ask_ahead(inputs, ahead, there, WIDTH: tl.constexpr):
-    """Have the inputs of a later program's tile brought near: it then waits for less, while it keeps others from running."""
+def _ask_ahead(inputs, flags, ahead, there, FLAGS: tl.constexpr, WIDTH: tl.constexpr):
+    """Have the inputs and flags of a later program's tile brought near: it then waits for less, while it keeps others from running."""
     _, start, length, tile, _ = ahead
     # What else an unused slot says is anything.
     count = tl.where(there & (length > 0), tl.minimum(length - tile * WIDTH, WIDTH), 0)
     for i in tl.static_range(len(inputs)):
         ask_for(inputs[i], start + tile * WIDTH, count, WIDTH)
+    for i in tl.static_range(len(FLAGS)):
+        if FLAGS[i] == 2:
+            ask_for(flags[i], start + tile * WIDTH, count, WIDTH)
 
 
 @triton.jit
@@ -152,7 +155,7 @@ def solve(
     rated = rates, rate_numbers
     here, following = inputs_of(inputs, origin, tail, nearest, keeps, ends, HOW, ALIGNED, ROWS, WIDTH)
     if TILED:
-        _ask_ahead(inputs, *ahead, WIDTH)
+        _ask_ahead(inputs, flags, *ahead, HOW.FLAGS, WIDTH)
     where = segment, origin, at, head, tail, row
     if HOW.BEFORE is not None:
         here = HOW.BEFORE(staged, here, where, keeps[0], ALIGNED, TILED, HOW.REVERSE, ROWS, WIDTH, HOW.DTYPE)

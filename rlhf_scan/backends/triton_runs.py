@@ -219,7 +219,7 @@ def ask_for(pointer, first, count, WIDTH: tl.constexpr):
     if not INTERPRETED and tl.target_info.cuda_capability_geq(9, 0):
         address = (pointer + first).to(tl.uint64)
         begin = address // 16 * 16
-        size = (address + count * (pointer.dtype.element_ty.primitive_bitwidth // 8) + 15) // 16 * 16 - begin
+        size = (address + count * (max(8, pointer.dtype.element_ty.primitive_bitwidth) // 8) + 15) // 16 * 16 - begin
         tl.inline_asm_elementwise(
             "{ .reg .pred asks; setp.eq.s32 asks, $3, 0; @asks cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
             "=r,l,r,r",
