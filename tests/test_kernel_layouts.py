@@ -31,13 +31,14 @@ def launches() -> list[dict[str, Any]]:
 
 
 def test_every_kind_of_launch_was_compiled(launches: list[dict[str, Any]]) -> None:
-    assert len({launch["variant"] for launch in launches}) == len(launches) == 19
+    assert len({launch["variant"] for launch in launches}) == len(launches) == 23
     assert {launch["variant"] for launch in launches if not launch["scans"]} == WITHOUT_SCANS
     found = {launch["variant"]: len(launch["scans"]) for launch in launches}
     # Of tiles within their segment, of other tiles, of medium and of short segments: the estimator's scan; and for tiles those of the tiles and
     # the groups before them.
     assert found["pack"] == 3 + 3 + 1 + 1
     # With flags all tiles are alike; a scan of the masked tokens, and all but that for each lambda.
+    assert found["pack, mask and flag"] == (1 + 3) + (1 + 1) + (1 + 1)
     assert found["pack, everything"] == (1 + 2 * 3) + (1 + 2) + (1 + 2)
 
 

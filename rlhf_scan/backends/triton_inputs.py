@@ -72,7 +72,8 @@ def rates_of(
         elif HOW.RATE_KINDS[rate] == 1:
             found = found + (tl.load(pointers[rate] + segment).to(HOW.DTYPE),)
         else:
-            FOLLOWS: tl.constexpr = HOW.RATE_FOLLOWS[rate % len(HOW.RATE_FOLLOWS)]
-            here, beside = _with_beside(pointers[rate], origin, tail, nearest, FOLLOWS, HOW, ALIGNED, ROWS, WIDTH)
-            found = found + ((beside if FOLLOWS else here).to(HOW.DTYPE),)
+            here, beside = _with_beside(
+                pointers[rate], origin, tail, nearest, HOW.RATE_FOLLOWS[rate % len(HOW.RATE_FOLLOWS)], HOW, ALIGNED, ROWS, WIDTH
+            )
+            found = found + ((beside if HOW.RATE_FOLLOWS[rate % len(HOW.RATE_FOLLOWS)] else here).to(HOW.DTYPE),)
     return found
