@@ -39,11 +39,10 @@ def estimate(
     """
     op = op or name
     entry = estimator(name)
-    names = *tensors, "mask", "terminated", "truncated", "bootstrap", *rates
     given = *tensors.values(), mask, terminated, truncated, bootstrap, *rates.values()
     key = None
     if validate == "shapes" and not repeats.intercepted():
-        key = repeats.key_of((entry, op, masked, boundary, dtype, backend, *names), given, segments)
+        key = repeats.key_of((entry, op, masked, boundary, dtype, backend, *tensors, *rates), given, segments)
         repeated = None if key is None else repeats.run(key, given, segments)
         if repeated is not None:
             return tuple(repeated)
@@ -78,6 +77,7 @@ def estimate(
     )
     if validate == "full":
         check_contents(layout, call, {key: rate for key, rate in resolved.items() if isinstance(rate, Tensor)}, tensors)
+    names = *tensors, "mask", "terminated", "truncated", "bootstrap", *rates
     outputs = ops.through_op(call, list(resolved.values()), chosen) if key is None else _directly(call, chosen, key, names, given)
     return tuple(output.reshape(layout.shape) for output in outputs)
 

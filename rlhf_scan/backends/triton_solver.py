@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -82,10 +83,10 @@ class Scan:
     ) -> Sequence[Tensor]:
         """Launch; into `outputs`, if they are given. `staged` is what the stages take."""
         like = given.inputs[0]
-        outputs = outputs or tuple([self._empty_like(like) for _ in range(self._outputs)])
+        outputs = outputs or tuple(map(self._empty_like, repeat(like, self._outputs)))
         if self._segments == 0:
             return [output.zero_() for output in outputs]
-        stops = self._stops or (_AT_ZEROS if min(given.rates, default=1.0) < _FADING else _NOWHERE)
+        stops = self._stops or (_AT_ZEROS if min(1.0, *given.rates) < _FADING else _NOWHERE)
         with on_device_of(like):
             pointers, numbers = self._rates(given.rates, like)
             flags = aligned(given.flags) if self._flagged else absent(len(given.flags))
