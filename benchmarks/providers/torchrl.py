@@ -20,7 +20,7 @@ VECTORIZED = frozenset({"gae", "discounted_returns", "lambda_returns"})
 def prepare(batch: Batch) -> Prepared:
     """A call with everything that it takes laid out before."""
     functional = imported(MODULE)
-    torch.backends.cudnn.allow_tf32 = False  # torch's default gives its convolutions errors of up to 1 %
+    torch.backends.cudnn.allow_tf32 = False  # torch's default gives its results errors of 0.004 to 0.01
     batch, entry = batch.rows(), batch.estimator
     tensors = batch.tensors
     found = rows(entry, dict(tensors), dict(batch.ends))
