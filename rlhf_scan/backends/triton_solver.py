@@ -86,7 +86,7 @@ class Scan:
         outputs = outputs or tuple(map(self._empty_like, repeat(like, self._outputs)))
         if self._segments == 0:
             return [output.zero_() for output in outputs]
-        stops = self._stops or (_AT_ZEROS if min(1.0, *given.rates) < _FADING else _NOWHERE)
+        stops = self._stops or (_AT_ZEROS if min(given.rates, default=1.0) < _FADING else _NOWHERE)
         with on_device_of(like):
             pointers, numbers = self._rates(given.rates, like)
             flags = aligned(given.flags) if self._flagged else absent(len(given.flags))
